@@ -1,0 +1,88 @@
+"""Who holds which page of the KV cache: page tables, reference counts, batches of rows.
+
+A page holds K and V of PAGE consecutive tokens of one sequence, in all layers. A sequence sees its
+pages through one row of the page table, its slot. The storage itself belongs to the backend.
+"""
+from dataclasses import dataclass
+
+import numpy as np
+
+PAGE = 64  # tokens of a page
+
+
+@dataclass
+class Batch:
+    """The rows of one forward pass: tokens of many sequences, each row with its own place.
+
+    Decoding, a chunk of prefill and the check of a draft differ only in how many rows a sequence
+    has.
+    """
+    tokens: np.ndarray  # int32 [rows]; negative: no token (padding), or see device.embed
+    positions: np.ndarray  # int32 [rows], place of the token in its sequence
+    slots: np.ndarray  # int32 [rows], row of page_table; negative: padding
+    rope_sets: np.ndarray  # int32 [rows], which of Config.rope_sets
+    page_table: np.ndarray  # int32 [slots, pages of the longest sequence]
+    tiles: np.ndarray  # int32 [n, 4]: first row, rows, slot, position of the first row
+    logit_rows: np.ndarray  # int32 [n], the rows whose logits are wanted
+
+    @classmethod
+    def of(cls, spans, page_table, tile_tokens):
+        """Build from spans (slot, position, tokens, rope_set, wanted), one per sequence.
+
+        `wanted` is how many of the span's last rows need logits. Rows of a span are cut into
+        tiles of at most `tile_tokens` rows.
+        """
+        tokens, positions, slots, sets, tiles, logit_rows = [], [], [], [], [], []
+        for slot, position, ids, rope_set, wanted in spans:
+            row, n = len(tokens), len(ids)
+            tiles += [(row + i, min(tile_tokens, n - i), slot, position + i)
+                      for i in range(0, n, tile_tokens)]
+            tokens += list(ids)
+            positions += range(position, position + n)
+            slots += [slot] * n
+            sets += [rope_set] * n
+            logit_rows += range(row + n - wanted, row + n)
+        arrays = [np.array(x, np.int32) for x in (tokens, positions, slots, sets)]
+        return cls(*arrays, page_table, np.array(tiles, np.int32).reshape(-1, 4),
+                   np.array(logit_rows, np.int32))
+
+    def padded_to(self, rows):
+        """The same batch with padding rows up to `rows`, each wanting logits that nobody reads.
+
+        Only for decode batches, in which every row is a tile of its own and wants logits.
+        """
+        more = rows - len(self.tokens)
+        extend = lambda array, value: np.concatenate([array, np.full(more, value, np.int32)])
+        tiles = np.array([(row, 1, -1, 0) for row in range(len(self.tokens), rows)], np.int32)
+        return Batch(extend(self.tokens, -2), extend(self.positions, 0), extend(self.slots, -1),
+                     extend(self.rope_sets, 0), self.page_table,
+                     np.concatenate([self.tiles, tiles.reshape(-1, 4)]),
+                     np.arange(rows, dtype=np.int32))
+
+
+class PagePool:
+    """Reference-counted pages. A page with no holder is free."""
+
+    def __init__(self, n_pages):
+        self.holders = np.zeros(n_pages, np.int32)
+        self.free = list(range(n_pages - 1, -1, -1))
+
+    @property
+    def free_count(self):
+        return len(self.free)
+
+    def take(self, count):
+        """`count` free pages, one holder each. The caller has checked free_count."""
+        assert count <= len(self.free), "admission must check free_count"
+        pages = [self.free.pop() for _ in range(count)]
+        self.holders[pages] = 1
+        return pages
+
+    def share(self, pages):
+        """One more holder for each of `pages`."""
+        self.holders[pages] += 1
+
+    def give(self, pages):
+        """One holder less for each of `pages`."""
+        self.holders[pages] -= 1
+        self.free += [page for page in pages if self.holders[page] == 0]

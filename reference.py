@@ -1,0 +1,384 @@
+"""The NumPy twin of every kernel: same name, same arguments, plain arithmetic.
+
+With float32 this is the CPU backend, with float64 the oracle that kernels are tested against.
+Arrays are (rows, columns); rows are tokens of any sequences. A result depends on its own row
+alone, to the last bit, so that batching never changes an answer:
+
+* BLAS chooses its order of summation by the shape of a product. Products here have 8 token rows,
+  padded, which measured bit-equal at each place of the tile on every CPU kernel of OpenBLAS. Tiles
+  of 16 to 64 rows are 4 to 7 times faster a row; they give the same bits on some CPUs and not on
+  others, so a tile is used only where `safe_tiles` has seen it equal the tiles of 8, for weights
+  of this shape, on the machine that runs.
+* Sums run along the last, contiguous axis, whose order NumPy fixes by its length.
+* Attention walks the KV cache in tiles of 64 positions; SEGMENT positions share one running
+  softmax, and segments are merged in index order. A masked position contributes exactly zero.
+"""
+import os
+import time
+from dataclasses import dataclass
+
+import numpy as np
+from gguf import quants
+
+import sampling
+from kv import PAGE
+
+ROWS = 8  # token rows of the product that defines the bits
+TILES = 64, 32, 16, ROWS  # token rows of one BLAS call, where they are safe
+SEGMENT = 256  # positions under one running softmax; a multiple of PAGE
+PANEL = 4096  # weight rows of one BLAS call, whether or not the matrix stays quantised
+KV_BLOCK = 32  # values of a q8 block
+
+
+@dataclass
+class Panel:
+    """Up to PANEL rows of a tensor, transposed to [cols, rows]: there, or expanded on demand."""
+    tensor: object
+    rows: slice
+    values: np.ndarray | None
+
+    def expanded(self, dtype):
+        """Transposed, C-contiguous: 1.3 to 2.5 times faster in BLAS than the other way round."""
+        if self.values is not None:
+            return self.values
+        return np.ascontiguousarray(dequantised(self.tensor, self.rows, dtype).T)
+
+
+@dataclass
+class Matrix:
+    """A stack of row blocks [rows, cols] and an optional bias [rows]."""
+    tensors: list
+    panels: list
+    rows: int
+    cols: int
+    bias: np.ndarray | None
+
+
+class Reference:
+    """The op table on NumPy arrays of one dtype."""
+    name = card_name = "cpu"
+
+    def __init__(self, dtype=np.float32, memory_limit=None):
+        """memory_limit: bytes that expanded weights may take (default: half of the free memory)."""
+        self.dtype = np.dtype(dtype)
+        self.free_bytes = memory_limit if memory_limit is not None else available_memory() // 2
+        self.panels = {}  # tensor name -> its Panels, so that tied matrices are expanded once
+        self.adjustments = {}  # slot -> ADJUSTMENT [n_vocab]
+        self.tiles = {}  # weight shape -> sizes of safe token tiles, largest first
+
+    def close(self):
+        self.panels.clear()
+
+    # ---- loading -----------------------------------------------------------------------------
+
+    def matrix(self, tensors, bias=None):
+        """Stack the row blocks `tensors`, each [rows, cols], with an optional bias [rows]."""
+        panels = [panel for tensor in tensors for panel in self.expand(tensor)]
+        return Matrix(tensors, panels, sum(t.shape[0] for t in tensors), tensors[0].shape[1],
+                      None if bias is None else self.vector(bias))
+
+    def vector(self, array):
+        return np.asarray(array, self.dtype)
+
+    def expand(self, tensor):
+        """The tensor's panels. They stay quantised where they would not fit in memory."""
+        if tensor.name not in self.panels:
+            nbytes = int(np.prod(tensor.shape)) * self.dtype.itemsize
+            fits = nbytes <= self.free_bytes
+            self.free_bytes -= nbytes * fits
+            panels = [Panel(tensor, slice(at, at + PANEL), None)
+                      for at in range(0, tensor.shape[0], PANEL)]
+            for panel in panels if fits else ():
+                panel.values = panel.expanded(self.dtype)
+            self.panels[tensor.name] = panels
+        return self.panels[tensor.name]
+
+    def pages(self, cfg, n_pages, kv_format):
+        return Pages(cfg, n_pages, kv_format, self.dtype)
+
+    def tile_tokens(self, cfg):
+        """Most rows of one attention tile: consecutive tokens of a sequence."""
+        return 64
+
+    # ---- steps: the same protocol as the device, with nothing to copy ---------------------------
+
+    steps_ahead = 0  # a result is there when an op returns
+    captures = False
+
+    def upload_batch(self, batch):
+        return batch
+
+    def upload_draws(self, draws):
+        return draws
+
+    def adjust(self, slot, table):
+        """Penalties and bias of the sequence in `slot`: sampling.ADJUSTMENT [n_vocab]."""
+        self.adjustments[slot] = table
+
+    def run(self, key, work):
+        return work()
+
+    def fetch(self, arrays):
+        return lambda: arrays
+
+    def download(self, array):
+        return array
+
+    def synchronize(self):
+        pass
+
+    run_ahead = synchronize
+
+    def mark(self):
+        return time.perf_counter()
+
+    def milliseconds(self, before, after):
+        return 1e3 * (after - before)
+
+    def stored_bytes(self, tensor):
+        expanded = self.panels[tensor.name][0].values is not None
+        return int(np.prod(tensor.shape)) * self.dtype.itemsize if expanded else tensor.data.nbytes
+
+    def free_memory(self):
+        return available_memory() // 2
+
+    def measure_bandwidth(self):
+        """GB/s at which one thread reads memory."""
+        block = np.ones(1 << 26, np.float32)
+        began = time.perf_counter()
+        block.max()
+        return 1e-9 * block.nbytes / (time.perf_counter() - began)
+
+    # ---- ops, in the order in which the forward pass calls them --------------------------------
+
+    def embed(self, table, batch):
+        """h [rows, n_embd]: one row of the table per token. Rows with a negative token are zero."""
+        h = np.zeros((len(batch.tokens), table.cols), self.dtype)
+        real = batch.tokens >= 0
+        if real.any():
+            h[real] = dequantised(table.tensors[0], batch.tokens[real], self.dtype)
+        return h
+
+    def rmsnorm(self, h, weight, eps, rows=None):
+        """x = h / sqrt(mean(h^2) + eps) * weight, of all rows or of those in `rows`."""
+        h = h if rows is None else h[rows]
+        mean = np.sum(h * h, axis=-1, keepdims=True) / self.dtype.type(h.shape[-1])
+        return h / np.sqrt(mean + self.dtype.type(eps)) * weight
+
+    def linear(self, x, w):
+        """y [rows, w.rows] = x [rows, w.cols] times the rows of w, plus its bias."""
+        y = np.empty((len(x), w.rows), self.dtype)
+        start = 0
+        for panel in w.panels:
+            weight = panel.expanded(self.dtype)
+            self.multiply(x, weight, y[:, start:start + weight.shape[1]])
+            start += weight.shape[1]
+        return y if w.bias is None else y + w.bias
+
+    def multiply(self, x, weight, out):
+        """out [rows, n] = x [rows, cols] times weight [cols, n], in safe tiles of rows."""
+        if weight.shape not in self.tiles:
+            self.tiles[weight.shape] = safe_tiles(weight)
+        sizes, at = self.tiles[weight.shape], 0
+        while at < len(x):
+            left = len(x) - at
+            size = min((s for s in sizes if s >= left), default=sizes[0])
+            tile = x[at:at + size]
+            if left < size:
+                tile = np.zeros((size, x.shape[1]), x.dtype)
+                tile[:left] = x[at:]
+            out[at:at + size] = (np.ascontiguousarray(tile) @ weight)[:left]
+            at += size
+
+    def linear_add(self, x, w, h):
+        """h += x times the rows of w, in place."""
+        h += self.linear(x, w)
+
+    def rope_angles(self, cfg, batch):
+        """cos and sin [rows, 2, rope_dim / 2] of position times the row's inverse frequencies."""
+        inverse = np.array(cfg.rope_sets, np.float64)[batch.rope_sets]  # rows, rope_dim / 2
+        angle = batch.positions[:, None].astype(np.float64) * inverse
+        return (np.stack([np.cos(angle), np.sin(angle)], 1) * cfg.rope_magnitude).astype(self.dtype)
+
+    def rope_kv(self, qkv, angles, q_norm, k_norm, cfg, layer, kv, batch):
+        """Split qkv [rows, (heads + 2 kv heads) head_dim], norm and rotate q and k, store K and V.
+
+        Returns q [rows, heads, head_dim]. Rows with a negative slot store nothing.
+        """
+        rows, heads = len(qkv), cfg.n_heads + 2 * cfg.n_kv_heads
+        parts = qkv.reshape(rows, heads, cfg.head_dim)
+        q, k, v = np.split(parts, [cfg.n_heads, cfg.n_heads + cfg.n_kv_heads], axis=1)
+        if q_norm is not None:
+            q, k = self.rmsnorm(q, q_norm, cfg.rms_eps), self.rmsnorm(k, k_norm, cfg.rms_eps)
+        q, k = rotate(q, angles, cfg.rope_neox), rotate(k, angles, cfg.rope_neox)
+        real = batch.slots >= 0
+        positions = batch.positions[real]
+        pages = batch.page_table[batch.slots[real], positions // PAGE]
+        kv.store(layer, pages, positions % PAGE, k[real], v[real])
+        return q
+
+    def attention(self, q, cfg, layer, kv, batch):
+        """x [rows, heads * head_dim]: softmax(q K^T * attn_scale) V over positions 0..own."""
+        x = np.zeros((len(q), cfg.n_heads, cfg.head_dim), self.dtype)
+        for first, rows, slot, position in batch.tiles:
+            if slot >= 0:
+                x[first:first + rows] = self.attend(
+                    q[first:first + rows], position, batch.page_table[slot], cfg, layer, kv)
+        return x.reshape(len(q), -1)
+
+    def attend(self, q, position, pages, cfg, layer, kv):
+        """One tile: q [rows, heads, head_dim] of tokens at `position`, position + 1, ..."""
+        group, real = cfg.n_heads // cfg.n_kv_heads, len(q) * cfg.n_heads // cfg.n_kv_heads
+        padded = -(-real // ROWS) * ROWS
+        # A row is a (token, head of the group) pair; tiles of 8 rows, as everywhere.
+        queries = np.zeros((cfg.n_kv_heads, padded, cfg.head_dim), self.dtype)
+        queries[:, :real] = (q.reshape(len(q), cfg.n_kv_heads, group, cfg.head_dim)
+                             .swapaxes(0, 1).reshape(cfg.n_kv_heads, real, cfg.head_dim))
+        queries = queries.reshape(cfg.n_kv_heads, -1, ROWS, cfg.head_dim)
+        own = position + np.arange(padded).reshape(-1, ROWS) // group  # position of each row
+        total = Softmax(queries.shape, self.dtype)
+        for start in range(0, position + len(q), SEGMENT):
+            segment = Softmax(queries.shape, self.dtype)
+            for at in range(start, min(start + SEGMENT, position + len(q)), PAGE):
+                key, value = kv.load(layer, pages[at // PAGE])  # kv heads, PAGE, head_dim
+                scores = queries @ key[:, None].swapaxes(2, 3) * self.dtype.type(cfg.attn_scale)
+                visible = at + np.arange(PAGE) <= own[..., None]
+                segment.add(np.where(visible, scores, -np.inf).astype(self.dtype), value[:, None])
+            total.merge(segment)
+        x = total.result().reshape(cfg.n_kv_heads, padded, cfg.head_dim)[:, :real]
+        return (x.reshape(cfg.n_kv_heads, len(q), group, cfg.head_dim)
+                .swapaxes(0, 1).reshape(len(q), cfg.n_heads, cfg.head_dim))
+
+    def silu_mul(self, gate_up):
+        """x [rows, F] = silu(gate) * up of gate_up [rows, 2F], gate first."""
+        gate, up = np.split(gate_up, 2, axis=-1)
+        with np.errstate(over="ignore"):  # exp(-gate) = inf gives the right limit, zero
+            return gate / (1 + np.exp(-gate)) * up
+
+    def sample(self, logits, draws, batch):
+        """(tokens int32, log probabilities f32) of one drawn token per row; see sampling.py."""
+        return sampling.sample(logits, draws, self.adjustments)
+
+    def copy_page(self, kv, source, target):
+        kv.data[:, target] = kv.data[:, source]
+        if kv.scales is not None:
+            kv.scales[:, target] = kv.scales[:, source]
+
+
+class Softmax:
+    """Running softmax of rows [..., ROWS, head_dim]: largest score, sum of weights, weighted values."""
+
+    def __init__(self, shape, dtype):
+        self.largest = np.full((*shape[:-1], 1), -np.inf, dtype)
+        self.sum = np.zeros((*shape[:-1], 1), dtype)
+        self.values = np.zeros(shape, dtype)
+
+    def rescale(self, largest):
+        """Move to a new largest score; returns it with -inf (nothing seen yet) replaced by 0."""
+        largest = np.maximum(self.largest, largest)
+        finite = np.where(np.isneginf(largest), 0, largest).astype(largest.dtype)
+        factor = np.exp(self.largest - finite)
+        self.sum, self.values, self.largest = self.sum * factor, self.values * factor, largest
+        return finite
+
+    def add(self, scores, value):
+        """Scores [..., ROWS, n] of n more positions and their values [..., n, head_dim]."""
+        weights = np.exp(scores - self.rescale(scores.max(axis=-1, keepdims=True)))
+        self.sum = self.sum + weights.sum(axis=-1, keepdims=True)
+        self.values = self.values + weights @ value
+
+    def merge(self, other):
+        factor = np.exp(other.largest - self.rescale(other.largest))
+        self.sum = self.sum + other.sum * factor
+        self.values = self.values + other.values * factor
+
+    def result(self):
+        return self.values / np.where(self.sum == 0, 1, self.sum).astype(self.sum.dtype)
+
+
+class Pages:
+    """KV storage [layer, page, kv head, K|V, PAGE, head_dim] as f32, f16 or q8.
+
+    q8: int8 with an f16 scale per 32 values along head_dim, scale = max|x| / 127.
+    """
+
+    def __init__(self, cfg, n_pages, kv_format, dtype):
+        self.format, self.dtype = kv_format, dtype
+        shape = (cfg.n_layers, n_pages, cfg.n_kv_heads, 2, PAGE, cfg.head_dim)
+        stored = {"f32": dtype, "f16": np.float16, "q8": np.int8}[kv_format]
+        self.data = np.zeros(shape, stored)
+        self.scales = (np.zeros((*shape[:-1], cfg.head_dim // KV_BLOCK), np.float16)
+                       if kv_format == "q8" else None)
+
+    @property
+    def nbytes(self):
+        return self.data.nbytes + (0 if self.scales is None else self.scales.nbytes)
+
+    def store(self, layer, pages, offsets, key, value):
+        """Write K and V [rows, kv heads, head_dim] of tokens to their page and place in it."""
+        for kind, x in enumerate((key, value)):
+            if self.scales is not None:
+                x, scale = quantise_q8(x)
+                self.scales[layer, pages, :, kind, offsets] = scale
+            self.data[layer, pages, :, kind, offsets] = x
+
+    def load(self, layer, page):
+        """K and V of one page, each [kv heads, PAGE, head_dim]."""
+        x = self.data[layer, page].astype(self.dtype, copy=False)
+        if self.scales is not None:
+            blocks = x.reshape(*x.shape[:-1], -1, KV_BLOCK)
+            x = (blocks * self.scales[layer, page, ..., None].astype(self.dtype)).reshape(x.shape)
+        return x[:, 0], x[:, 1]
+
+
+def quantise_q8(x):
+    """int8 values like x and f16 scales [..., blocks] = max|x| / 127 per 32 values."""
+    blocks = x.astype(np.float32).reshape(*x.shape[:-1], -1, KV_BLOCK)
+    scale = (np.abs(blocks).max(axis=-1) / np.float32(127)).astype(np.float16)
+    divisor = np.where(scale == 0, np.float16(1), scale).astype(np.float32)[..., None]
+    values = np.clip(np.rint(blocks / divisor), -127, 127).astype(np.int8)
+    return values.reshape(x.shape), scale
+
+
+def rotate(x, angles, neox):
+    """Rotate the first rope_dim values of each head of x [rows, heads, head_dim] in pairs.
+
+    Pairs are (j, j + rope_dim / 2) if `neox`, else (2j, 2j + 1).
+    """
+    cos, sin = angles[:, 0, None], angles[:, 1, None]  # rows, 1, rope_dim / 2
+    half = cos.shape[-1]
+    first, second = ((slice(0, half), slice(half, 2 * half)) if neox else
+                     (slice(0, 2 * half, 2), slice(1, 2 * half, 2)))
+    a, b = x[..., first], x[..., second]
+    rotated = x.copy()
+    rotated[..., first] = a * cos - b * sin
+    rotated[..., second] = a * sin + b * cos
+    return rotated
+
+
+def dequantised(tensor, rows, dtype):
+    """The chosen rows of a Tensor as a C-contiguous array."""
+    raw = np.asarray(tensor.data).reshape(tensor.shape[0], -1)[rows]
+    return np.ascontiguousarray(quants.dequantize(raw, tensor.type), dtype)
+
+
+def safe_tiles(weight):
+    """The sizes of TILES whose products with weight [cols, n] have the bits of 8-row products.
+
+    A single row comes last: it is left alone where BLAS gives other bits to other places of 8.
+    """
+    x = np.random.default_rng(1).standard_normal((max(TILES), weight.shape[0])).astype(weight.dtype)
+    eights = np.concatenate([x[at:at + ROWS] @ weight for at in range(0, len(x), ROWS)])
+    turned = np.roll(x[:ROWS], 3, axis=0)  # the same rows at other places
+    if (turned @ weight != np.roll(eights[:ROWS], 3, axis=0)).any():
+        return (1,)
+    return tuple(n for n in TILES if (x[:n] @ weight == eights[:n]).all())
+
+
+def available_memory():
+    """Bytes of memory that are free for use now."""
+    try:
+        with open("/proc/meminfo") as lines:
+            return next(int(line.split()[1]) * 1024 for line in lines if "MemAvailable" in line)
+    except (OSError, StopIteration):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2

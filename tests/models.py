@@ -1,0 +1,51 @@
+"""The models that tests run: tiny ones with float64 answers, and the default model."""
+import json
+import lzma
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import leone
+
+GOLDEN = Path(__file__).resolve().parent / "golden"
+SMOL = GOLDEN.parent.parent / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
+FAMILIES = "llama3", "mistral", "qwen25", "qwen3", "qwen3-yarn", "phi3", "phi3-longrope"
+LOSSLESS = {"llama3": "llama3-f32", "qwen25": "qwen25-bf16"}
+
+BACKENDS = [pytest.param("cpu"), pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def quantised(family):
+    return GOLDEN / f"{family}-q4km.gguf"
+
+
+def unpacked(name, folder):
+    """A golden file that is kept compressed, written to `folder`."""
+    path = Path(folder) / f"{name}.gguf"
+    if not path.exists():
+        path.write_bytes(lzma.decompress((GOLDEN / f"{name}.gguf.xz").read_bytes()))
+    return path
+
+
+def smol():
+    if not SMOL.exists():
+        pytest.skip("the default model is not there: make model")
+    return SMOL
+
+
+def answers(name):
+    return np.load(GOLDEN / f"{name}.npz")
+
+
+def smol_json(name):
+    return json.loads((GOLDEN / "smol" / name).read_text())
+
+
+def engine(path, backend, **options):
+    return leone.Engine(str(path), backend=backend, **{"context": 2048, **options})
+
+
+def greedy(engine, ids, count):
+    events = engine.generate(ids, leone.Sampling(temperature=0), max_tokens=count, ignore_eos=True)
+    return [event.token for event in events]

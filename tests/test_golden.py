@@ -1,0 +1,80 @@
+"""Against answers computed elsewhere in float64: tiny models of every family, and a real one."""
+import numpy as np
+import pytest
+
+import tools
+from models import (BACKENDS, FAMILIES, LOSSLESS, answers, engine, greedy, quantised, smol,
+                    smol_json, unpacked, GOLDEN)
+
+# backend -> KV format, largest logit error and smallest decisive margin, in units of max |logit|
+LIMITS = {"cpu": ("f32", 2e-4), "cuda": ("f16", 5e-3)}
+
+
+def decisive(backend, margins, largest):
+    """How many greedy steps have margins large enough to bind this backend."""
+    limit = 1e-3 if backend == "cpu" else 1e-2 * largest
+    small = np.flatnonzero(margins < limit)
+    return int(small[0]) if len(small) else len(margins)
+
+
+def check_answers(path, golden, backend):
+    kv, tolerance = LIMITS[backend]
+    with engine(path, backend, kv=kv) as e:
+        for prompt in ("p0", "p2"):
+            ids = golden[f"{prompt}_tokens"].tolist()
+            positions, expected = golden[f"{prompt}_positions"], golden[f"{prompt}_logits"]
+            largest = np.abs(expected).max()
+            logits = e.logits(ids)
+            error = np.abs(logits[positions] - expected).max() / largest
+            assert error < tolerance, f"{prompt}: {error:.2e} of max |logit|"
+            margins = golden[f"{prompt}_margin_all"]
+            clear = margins > (1e-3 if backend == "cpu" else 1e-2 * largest)
+            assert (logits.argmax(1) == golden[f"{prompt}_argmax_all"])[clear].all()
+            count = decisive(backend, golden[f"{prompt}_margin"], largest)
+            assert count > 0 or backend == "cuda"
+            assert greedy(e, ids, 48)[:count] == golden[f"{prompt}_greedy"].tolist()[:count]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_quantised_family(family, backend):
+    check_answers(quantised(family), answers(f"{family}-q4km"), backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("family", LOSSLESS)
+def test_lossless_family(family, backend, tmp_path):
+    check_answers(unpacked(LOSSLESS[family], tmp_path), answers(family), backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_real_model_greedy(backend):
+    limit = 5e-3 if backend == "cpu" else 5e-2
+    with engine(smol(), backend) as e:
+        for case in smol_json("greedy.json")["cases"]:
+            ids = (e.chat_tokens([{"role": "user", "content": case["prompt"]}]) if case["chat"]
+                   else e.tokenize(case["prompt"]))
+            assert ids == case["prompt_tokens"]
+            events = list(e.generate(ids, leone_greedy(), max_tokens=64))
+            small = [i for i, margin in enumerate(case["margins"]) if margin < limit]
+            count = small[0] if small else len(case["tokens"])
+            assert [event.token for event in events][:count] == case["tokens"][:count]
+            if count == len(case["tokens"]):
+                assert "".join(event.text for event in events) == (
+                    case["text"].removesuffix("<|im_end|>"))
+            for token, logprob in case["first_top10_logprobs"][:1]:
+                assert abs(events[0].logprob - logprob) < (2e-3 if backend == "cpu" else 2e-2)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_real_model_perplexity(backend, capsys):
+    expected = smol_json("perplexity.json")["perplexity_of_dequantised_weights"]
+    with engine(smol(), backend) as e:
+        found = tools.perplexity(e, (GOLDEN / "smol" / "ppl.txt").read_text(), 512)
+    assert abs(found / expected - 1) < 1e-3
+    assert f"{found:.4f}" in capsys.readouterr().out
+
+
+def leone_greedy():
+    import leone
+    return leone.Sampling(temperature=0)

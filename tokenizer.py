@@ -1,0 +1,589 @@
+"""Text to token ids and back: byte-level BPE ("gpt2" files) and SentencePiece ("llama" files).
+
+    tokenizer = Tokenizer(metadata)             # the tokenizer.ggml.* keys of a GGUF file
+    tokenizer.encode("Hello", bos=True)         # -> [1, 15043]
+    tokenizer.decode([1, 15043])                # -> "Hello"
+
+In reading order: pre-tokenizers (text to pieces), merge (a piece to tokens), Tokenizer, Stream.
+
+Control tokens (<|im_end|>, </s>, ...) come from encode(special=True) only. With special=False no
+text, whatever it holds, gives one: their strings are not looked for, and no merge leads to them.
+"""
+
+import codecs
+import heapq
+import re
+import unicodedata
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from errors import ModelError, RequestError
+
+# Values of tokenizer.ggml.token_type; 0 means undefined and is taken as NORMAL.
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+
+# Models end a turn or a text with more tokens than the one or two whose ids the file gives.
+END_TEXTS = {text.encode() for text in (
+    "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>",
+    "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>",
+    "<end_of_utterance>", "<eos>", "<turn|>", "<｜end▁of▁sentence｜>")}
+# Fill-in-the-middle models go on to another file after these.
+FILE_END_TEXTS = {text.encode() for text in (
+    "<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]", "<|fim_repo|>", "<|repo_name|>",
+    "<fim-repo>", "<REPO>", "<reponame>", "<|file_sep|>")}
+END_IDS = ("eos_token_id", "eot_token_id", "eom_token_id",
+           "fim_pad_token_id", "fim_rep_token_id", "fim_sep_token_id")
+
+CACHED_PIECES = 1 << 15         # pieces whose tokens are remembered ...
+CACHED_LENGTH = 64              # ... if they have at most so many characters
+
+# ---- Pre-tokenizers ------------------------------------------------------------------------------
+# The patterns are those of the models' authors, with \p{..} for Unicode categories, which the
+# standard library's `re` lacks. Each character is replaced by one that stands for its category
+# (ASCII stands for itself), the pattern runs on that string, and the text is cut at the same places.
+
+WHITE_SPACE = "\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
+LONG_S = "ſ"                    # (?i:s) matches this lower-case letter, so it stands for itself
+STANDINS = {"Lu": "À", "Lt": "ǅ", "Ll": "à", "Lm": "ʰ", "Lo": "ª",
+            "M": "\u0300", "N": "²", "P": "¡", "S": "¢", "C": "\x80", "Z": "\v"}
+CLASSES = {                     # what \p{..} and \s become inside [...]
+    r"\p{L}": "A-Za-zÀǅàʰª" + LONG_S, r"\p{Lu}": "A-ZÀ", r"\p{Lt}": "ǅ", r"\p{Ll}": "a-zà" + LONG_S,
+    r"\p{Lm}": "ʰ", r"\p{Lo}": "ª", r"\p{M}": "\u0300", r"\p{N}": "0-9²",
+    r"\p{P}": r"!-#%-*,-/:;?@\[-\]_{}¡", r"\p{S}": "$+<=>^`|~¢", r"\s": WHITE_SPACE}
+
+
+class _Standins(dict):
+    """The table for str.translate, filled as characters are met."""
+
+    def __missing__(self, code):
+        char = chr(code)
+        category = unicodedata.category(char)
+        if code < 128 or char == LONG_S:
+            standin = char
+        elif char == "\x85":    # NEXT LINE is white space, though its category is control
+            standin = STANDINS["Z"]
+        else:
+            standin = STANDINS.get(category) or STANDINS[category[0]]
+        if len(self) < 1 << 16:     # a text of all characters there are must not hold memory for ever
+            self[code] = standin
+        return standin
+
+
+_STANDINS = _Standins()
+
+
+class Pre(NamedTuple):
+    """A pre-tokenizer. Each pattern cuts the pieces that the one before left; gaps are pieces too."""
+    patterns: tuple
+    ignore_merges: bool = False     # a piece that is a token is taken whole
+    add_bos: bool = False           # unless the file says otherwise
+
+
+CONTRACTION = r"'(?i:[sdmt]|ll|ve|re)"
+NOT_WORD, SYMBOL = r"[^\r\n\p{L}\p{N}]?", r"[^\s\p{L}\p{N}]"
+UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+SPACES = r"[\s]+(?![^\s])|[\s]+"
+LINES = r"[\s]*[\r\n]+|" + SPACES
+
+LLAMA3 = rf"{CONTRACTION}|{NOT_WORD}[\p{{L}}]+|[\p{{N}}]{{1,3}}| ?{SYMBOL}+[\r\n]*|{LINES}"
+QWEN2 = rf"{CONTRACTION}|{NOT_WORD}[\p{{L}}]+|[\p{{N}}]| ?{SYMBOL}+[\r\n]*|{LINES}"
+QWEN35 = (rf"{CONTRACTION}|{NOT_WORD}[\p{{L}}\p{{M}}]+|[\p{{N}}]"
+          rf"| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{LINES}")
+TEKKEN = (rf"{NOT_WORD}{UPPER}*{LOWER}+|{NOT_WORD}{UPPER}+{LOWER}*"
+          rf"|[\p{{N}}]| ?{SYMBOL}+[\r\n/]*|{LINES}")
+GPT4O = (rf"{NOT_WORD}{UPPER}*{LOWER}+(?:{CONTRACTION})?|{NOT_WORD}{UPPER}+{LOWER}*(?:{CONTRACTION})?"
+         rf"|[\p{{N}}]{{1,3}}| ?{SYMBOL}+[\r\n/]*|{LINES}")
+GPT2 = rf"'(?:[sdmt]|ll|ve|re)| ?[\p{{L}}]+| ?[\p{{N}}]+| ?{SYMBOL}+|{SPACES}"
+
+# The authors' own list of cased letters. Characters that an editor might normalise are escaped.
+DEEPSEEK_LETTERS = (
+    "A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗ"
+    "ὙὛὝὟ-\u1f7d\u1f80-\u1fb4\u1fb6-\u1fbc\u1fbe\u1fc2-\u1fc4\u1fc6-\u1fcc\u1fd0-\u1fd3\u1fd6-\u1fdb"
+    "\u1fe0-\u1fec\u1ff2-\u1ff4\u1ff6-\u1ffcℂℇℊ-ℓℕℙ-ℝℤ\u2126ℨ\u212a-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛ"
+    "Ꜣ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃")
+DEEPSEEK_CJK = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
+DEEPSEEK_LLM = (
+    r"[\r\n]", rf"[\s]?[{DEEPSEEK_LETTERS}]+",
+    "[\\s]?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
+    r"(?<![\s])[\s]+$",     # \s+$ can start at the start of a run only: looking back keeps it linear
+    DEEPSEEK_CJK, r"[\p{N}]+")
+DEEPSEEK_CODER = (r"[\r\n]", r"[\s]?[\p{L}]+", r"[\s]?[\p{P}]+", DEEPSEEK_CJK, r"[\p{N}]")
+DEEPSEEK_V3 = (
+    r"[\p{N}]{1,3}", "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+    r"[!-/:-@\[-`{-~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|" + LINES)
+DEFAULT = (r"[\p{P}$+<=>^~|]+", GPT2, r"[\p{N}]+", "[0-9][0-9][0-9]")
+
+PRE_TOKENIZERS = {name: pre for names, pre in (
+    ("llama-bpe llama3 llama-v3 falcon3 pixtral", Pre((LLAMA3,), ignore_merges=True, add_bos=True)),
+    ("dbrx smaug-bpe glm4 chatglm-bpe", Pre((LLAMA3,))),
+    ("qwen2 deepseek-r1-qwen megrez", Pre((QWEN2,))),
+    ("qwen35", Pre((QWEN35,))),
+    ("gpt-2 phi-2 mpt olmo jais exaone4", Pre((GPT2,))),
+    ("smollm starcoder refact command-r codeshell exaone minerva-7b", Pre((r"[\p{N}]", GPT2))),
+    ("deepseek-llm", Pre(DEEPSEEK_LLM)),
+    ("deepseek-coder", Pre(DEEPSEEK_CODER)),
+    ("deepseek-v3 hunyuan-dense joyai-llm", Pre(DEEPSEEK_V3)),
+    ("tekken", Pre((TEKKEN,), ignore_merges=True, add_bos=True)),
+    ("gpt-4o llama4 kanana2", Pre((GPT4O,))),
+    ("default", Pre(DEFAULT)),
+) for name in names.split()}
+
+
+@lru_cache(maxsize=None)
+def _compile(pattern):
+    """Returns the pattern for `re`, and whether it runs on stand-ins or (listed ranges) on the text."""
+    plain = re.sub(r"\\p\{\w+\}|\\s", lambda match: CLASSES[match[0]], pattern)
+    return re.compile(plain), r"\p" in pattern
+
+
+def split(text, pre):
+    """Cuts text into the pieces of a pre-tokenizer. The pieces joined are the text."""
+    standins = text if text.isascii() else text.translate(_STANDINS)
+    spans = [(0, len(text))]
+    for pattern in pre.patterns:
+        regex, on_standins = _compile(pattern)
+        spans = list(_cut(regex, standins if on_standins else text, spans))
+    return [text[start:end] for start, end in spans]
+
+
+def _cut(regex, source, spans):
+    """Yields the spans of matches and of the gaps between them, inside each of the given spans."""
+    for offset, end in spans:
+        at = offset
+        # A slice, not finditer(source, offset, end): looking back must not see the piece before.
+        for match in regex.finditer(source[offset:end]):
+            start, stop = match.span()
+            if offset + start > at:
+                yield at, offset + start
+            at = offset + stop
+            yield offset + start, at
+        if at < end:
+            yield at, end
+
+
+# ---- Merging -------------------------------------------------------------------------------------
+
+def merge(symbols, joins):
+    """Joins neighbours, lowest rank first and leftmost among equals, until no two of them join.
+
+    symbols: list. joins: function from a pair of symbols to (rank, joined symbol) or None; no
+    joined symbol equals one of its parts. Takes O(n log n): a join looks at its two new neighbours.
+    """
+    symbols = list(symbols)
+    before, after = list(range(-1, len(symbols) - 1)), list(range(1, len(symbols) + 1))
+    heap = []
+
+    def consider(i, j):
+        pair = symbols[i], symbols[j]
+        if found := joins(pair):
+            heapq.heappush(heap, (found[0], i, j, pair, found[1]))
+
+    for i in range(len(symbols) - 1):
+        consider(i, i + 1)
+    while heap:
+        _, i, j, pair, joined = heapq.heappop(heap)
+        if (symbols[i], symbols[j]) != pair:    # one of them has been joined meanwhile
+            continue
+        symbols[i], symbols[j] = joined, None
+        after[i] = after[j]
+        if after[i] < len(symbols):
+            before[after[i]] = i
+            consider(i, after[i])
+        if before[i] >= 0:
+            consider(before[i], i)
+    return [symbol for symbol in symbols if symbol is not None]
+
+
+# ---- Tokenizer -----------------------------------------------------------------------------------
+
+SPACE_MARK = "▁"                # SentencePiece writes a space as this
+
+
+def _byte_alphabet():
+    """The characters that stand for the bytes 0..255 in the tokens of a byte-level BPE file."""
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = iter(range(256, 512))
+    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
+
+
+ALPHABET = _byte_alphabet()
+BYTE_OF = {char: byte for byte, char in enumerate(ALPHABET)}
+
+
+class Tokenizer:
+    """The tokenizer that a GGUF file describes. Raises ModelError if it cannot be used.
+
+    model: "gpt2" (BPE) or "llama" (SentencePiece); pre: name of the BPE pre-tokenizer or None;
+    n_vocab; tokens: list of bytes as in the file; bos_id, eos_id: int or None; add_bos: bool;
+    eos_ids: frozenset of the ids that end a generation.
+    """
+
+    def __init__(self, metadata):
+        """metadata: mapping of GGUF keys; strings are str or bytes, arrays are any sequence."""
+        fields = _Fields(metadata)
+        self.model = fields.string("tokenizer.ggml.model")
+        if self.model not in ("gpt2", "llama"):
+            raise ModelError(f"tokenizer model {self.model!r} is not supported; "
+                             "use a file with 'gpt2' (BPE) or 'llama' (SentencePiece)")
+        bpe = self.model == "gpt2"
+        self.pre = fields.string("tokenizer.ggml.pre", "default") if bpe else None
+        if bpe and self.pre not in PRE_TOKENIZERS:
+            raise ModelError(f"pre-tokenizer {self.pre!r} is not supported; "
+                             f"supported are {', '.join(PRE_TOKENIZERS)}")
+        self.tokens = fields.strings("tokenizer.ggml.tokens")
+        self.n_vocab = len(self.tokens)
+        if bpe:
+            self._merges = fields.strings("tokenizer.ggml.merges")
+        else:
+            self._scores = fields.numbers("tokenizer.ggml.scores", "iuf", self.n_vocab)
+        self._types = fields.numbers("tokenizer.ggml.token_type", "iu", self.n_vocab, NORMAL).tolist()
+        if not set(self._types) <= set(range(BYTE + 1)):
+            raise ModelError(f"tokenizer.ggml.token_type has values outside 0..{BYTE}; {CONVERT}")
+
+        self.bos_id = fields.index("tokenizer.ggml.bos_token_id", self.n_vocab, None if bpe else 1)
+        self.eos_id = fields.index("tokenizer.ggml.eos_token_id", self.n_vocab, None if bpe else 2)
+        self._unknown_id = fields.index("tokenizer.ggml.unknown_token_id", self.n_vocab)
+        pre_adds_bos = PRE_TOKENIZERS[self.pre].add_bos if bpe else True
+        self.add_bos = fields.flag("tokenizer.ggml.add_bos_token",
+                                   pre_adds_bos and self.bos_id is not None)
+        if self.add_bos and self.bos_id is None:
+            raise ModelError("tokenizer.ggml.add_bos_token is true but there is no bos_token_id; "
+                             + CONVERT)
+        self.add_space_prefix = not bpe and fields.flag("tokenizer.ggml.add_space_prefix", True)
+        # The file does not say which tokens swallow the white space after them: those of Phi-3 do.
+        name = fields.string("general.name", "").lower()
+        self._strips_after_special = "phi-3" in name or "phi3" in name or (
+            not bpe and fields.string("general.architecture", "") == "phi3")
+        ends = {fields.index("tokenizer.ggml." + key, self.n_vocab) for key in END_IDS}
+        self.eos_ids = self._find_end_ids(ends | {self.eos_id})
+        self._mark_control_tokens()
+        self._cache = {}
+
+    def _find_end_ids(self, ids):
+        """Adds the tokens that end a generation by their text to ids (a set that may hold None)."""
+        ids = ids | {id for id, token in enumerate(self.tokens) if token in END_TEXTS
+                     or token in FILE_END_TEXTS and self._types[id] != NORMAL}
+        ids.discard(None)
+        if {b"<|return|>", b"<|call|>"} <= {self.tokens[id] for id in ids}:
+            # In this format <|end|> ends a message, and the answer has several.
+            ids = {id for id in ids if self.tokens[id] != b"<|end|>"}
+        return frozenset(ids)
+
+    def _mark_control_tokens(self):
+        """Types as CONTROL what acts as a control token but has another type in the file."""
+        types = self._types
+        for id, type in enumerate(types):
+            if type == USER_DEFINED and re.fullmatch("<[|｜].*[|｜]>", _shown(self.tokens[id])):
+                types[id] = CONTROL
+        for id in self.eos_ids | {self.bos_id} - {None}:
+            # But where a single character (a newline) ends texts, users must be able to write it.
+            if types[id] != BYTE and len(_shown(self.tokens[id])) > 1:
+                types[id] = CONTROL
+
+    def __repr__(self):
+        return f"Tokenizer(model={self.model!r}, pre={self.pre!r}, n_vocab={self.n_vocab})"
+
+    def describe(self):
+        """What `doctor` prints, as a dict of plain values."""
+        def named(id):
+            return None if id is None else {"id": id, "text": _shown(self.tokens[id])}
+        described = {
+            "model": self.model, "pre": self.pre, "tokens": self.n_vocab,
+            "control_tokens": self._types.count(CONTROL), "bos": named(self.bos_id),
+            "eos": named(self.eos_id), "end_of_generation": [named(id) for id in sorted(self.eos_ids)],
+            "add_bos": self.add_bos, "add_space_prefix": self.add_space_prefix}
+        if self.model == "gpt2":
+            described["merges"] = len(self._merges)
+        if self.pre == "default":
+            described["warning"] = ("the file names no pre-tokenizer, so text may be cut otherwise "
+                                    "than in training; " + CONVERT)
+        return described
+
+    # -- encoding
+
+    def prepare(self):
+        """Builds the tables for encoding, as the first encode() would.
+
+        Raises ModelError for merges that name no token.
+        """
+        self._special_tokens, self._byte_ids, self._joins
+        return self
+
+    def encode(self, text, special=False, bos=False):
+        """Returns the token ids of text, a list of int.
+
+        special: control tokens written in text become themselves; for templates, never for what a
+        user wrote. bos: begin with the BOS token if the model wants one (add_bos). EOS is never
+        added: what is encoded here is going to be continued.
+        """
+        ids = [self.bos_id] if bos and self.add_bos else []
+        after_special = False
+        for part in self._partition(_without_surrogates(text), special):
+            if isinstance(part, int):
+                ids.append(part)
+            elif self.model == "gpt2":
+                self._encode_pieces(split(part, PRE_TOKENIZERS[self.pre]), ids)
+            else:
+                self._encode_pieces(self._split_spm(part, after_special), ids)
+            after_special = isinstance(part, int)
+        return ids
+
+    def _partition(self, text, special):
+        """Yields the special tokens in text as ids and what is between them as str."""
+        at = 0
+        wanted = (CONTROL, UNKNOWN, USER_DEFINED) if special else (USER_DEFINED,)
+        found = {token: id for token, id in self._special_tokens.items()
+                 if self._types[id] in wanted and token in text}
+        if found:
+            for match in re.finditer("|".join(map(re.escape, found)), text):
+                if match.start() > at:
+                    yield text[at:match.start()]
+                yield found[match[0]]
+                at = match.end()
+                if self._strips_after_special and match[0] not in ("<unk>", "<s>", "<|endoftext|>"):
+                    at = re.compile(r"[ \t-\r]*").match(text, at).end()
+        if at < len(text):
+            yield text[at:]
+
+    def _split_spm(self, text, after_special):
+        """Returns pieces of text that tokens do not cross, with the space that the model expects."""
+        text = text.replace(" ", SPACE_MARK)
+        pieces = []
+        if self.add_space_prefix:
+            if after_special and text.startswith(SPACE_MARK):
+                pieces = [SPACE_MARK]   # trained so: it does not become one token with the text's own
+            else:
+                text = SPACE_MARK + text
+        if self._tokens_start_words:
+            return pieces + re.findall(f"{SPACE_MARK}*[^{SPACE_MARK}]+|{SPACE_MARK}+", text)
+        return pieces + [text]
+
+    def _encode_pieces(self, pieces, ids):
+        """Appends the tokens of each piece to ids."""
+        cache, encode = self._cache, self._bpe if self.model == "gpt2" else self._spm
+        for piece in pieces:
+            known = cache.get(piece)
+            if known is None:
+                known = encode(piece)
+                if len(piece) <= CACHED_LENGTH:
+                    if len(cache) >= CACHED_PIECES:
+                        cache.clear()
+                    cache[piece] = known
+            ids += known
+
+    def _bpe(self, piece):
+        data = piece.encode()
+        if PRE_TOKENIZERS[self.pre].ignore_merges:
+            id = self._ordinary.get("".join(ALPHABET[byte] for byte in data).encode())
+            if id is not None:
+                return [id]
+        symbols = [self._byte_ids[byte] for byte in data]
+        return merge([id for id in symbols if id is not None], self._joins.get)
+
+    def _spm(self, piece):
+        ids = []
+        joins = self._joins
+        for symbol in merge(piece, lambda pair: joins.get(pair[0] + pair[1])):
+            data = symbol.encode()
+            id = self._ordinary.get(data)
+            ids += [self._byte_ids[byte] for byte in data] if id is None else [id]
+        return [id for id in ids if id is not None]
+
+    # -- tables for encoding, built when first used
+
+    @cached_property
+    def _ordinary(self):
+        """Token (bytes) -> id, for the tokens that merging may produce. The first of equals counts."""
+        return {token: id for id, token in reversed(list(enumerate(self.tokens)))
+                if token and self._types[id] in (0, NORMAL, USER_DEFINED)}
+
+    @cached_property
+    def _special_tokens(self):
+        """Text -> id of the tokens that are looked for in the text itself, longest text first."""
+        special = {}
+        for id, token in enumerate(self.tokens):
+            if token and self._types[id] in (CONTROL, UNKNOWN, USER_DEFINED):
+                special.setdefault(_shown(token), id)
+        return dict(sorted(special.items(), key=lambda item: -len(item[0])))
+
+    @cached_property
+    def _byte_ids(self):
+        """The id of each byte: list of 256; the unknown token's (or None) where there is none."""
+        if self.model == "gpt2":
+            names, index = [char.encode() for char in ALPHABET], self._ordinary
+        else:
+            names = [b"<0x%02X>" % byte for byte in range(256)]
+            index = {token: id for id, token in enumerate(self.tokens) if self._types[id] == BYTE}
+        return [index.get(name, self._unknown_id) for name in names]
+
+    @cached_property
+    def _joins(self):
+        """BPE: (left id, right id) -> (rank, id). SPM: joined text -> (-score, joined text)."""
+        if self.model == "llama":
+            return {text: (-score, text) for text, score in (
+                (token.decode(errors="replace"), self._scores[id].item())
+                for token, id in self._ordinary.items())}
+        index, joins = self._ordinary, {}
+        others = set(self.tokens) - index.keys()
+        for rank, text in enumerate(self._merges):
+            space = text.find(b" ", 1)
+            left, right = text[:space], text[space + 1:]
+            ids = index.get(left), index.get(right), index.get(left + right)
+            if space > 0 and None not in ids:
+                joins.setdefault(ids[:2], (rank, ids[2]))
+            elif space < 0 or any(token not in index and token not in others
+                                  for token in (left, right, left + right)):
+                raise ModelError(f"tokenizer.ggml.merges[{rank}] = {_shown(text)!r} names no token; "
+                                 + CONVERT)
+        return joins
+
+    @cached_property
+    def _tokens_start_words(self):
+        """True if no token has a space after something else: then words can be encoded one by one."""
+        inside = re.compile(f"[^{SPACE_MARK}]{SPACE_MARK}")
+        return not any(map(inside.search, self._joins))
+
+    # -- decoding
+
+    def token_bytes(self, id, special=False):
+        """The bytes that a token stands for. special: control tokens give their text, not nothing."""
+        if not 0 <= id < self.n_vocab:
+            raise RequestError(f"token id {id} is outside the vocabulary of {self.n_vocab} tokens",
+                               param="tokens")
+        token, type = self.tokens[id], self._types[id]
+        if type == USER_DEFINED or type in (CONTROL, UNKNOWN) and special:
+            return token
+        if type in (CONTROL, UNKNOWN, UNUSED):
+            return b""
+        if type == BYTE and re.fullmatch(b"<0x[0-9A-Fa-f]{2}>", token):
+            return bytes.fromhex(token[3:5].decode())
+        if self.model == "llama":
+            return token.replace(SPACE_MARK.encode(), b" ")
+        try:
+            return bytes(BYTE_OF[char] for char in token.decode())
+        except (KeyError, UnicodeDecodeError):
+            return token                    # added to the vocabulary as it is
+
+    def decode(self, ids, special=False, after=None):
+        """Returns the text of ids; bytes that are not UTF-8 become U+FFFD. after: see stream()."""
+        stream = self.stream(special, after)
+        return "".join(map(stream.feed, ids)) + stream.flush()
+
+    def stream(self, special=False, after=None):
+        """Returns a Stream. after: the id before the first one fed, None at the start of a text."""
+        return Stream(self, special, after)
+
+    def is_special(self, id):
+        """True for tokens that are found in the text as they are: control and added tokens."""
+        return self._types[id] in (CONTROL, UNKNOWN, USER_DEFINED)
+
+
+class Stream:
+    """Text of ids that arrive one by one; the pieces joined equal decode() of all ids."""
+
+    def __init__(self, tokenizer, special=False, after=None):
+        self._tokenizer, self._special = tokenizer, special
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._at_start = after is None or tokenizer.is_special(after)
+
+    def feed(self, id):
+        """Returns the characters that id completes, perhaps none."""
+        data = self._tokenizer.token_bytes(id, self._special)
+        if self._tokenizer.is_special(id):
+            self._at_start = True
+        elif self._at_start:
+            # encode() put a space before the text here: it is not part of the text.
+            data = data.removeprefix(b" ") if self._tokenizer.add_space_prefix else data
+            self._at_start = False
+        return self._utf8.decode(data)
+
+    def flush(self):
+        """Returns U+FFFD if the ids ended inside a character, else nothing."""
+        return self._utf8.decode(b"", final=True)
+
+
+# ---- Helpers -------------------------------------------------------------------------------------
+
+CONVERT = "convert or download the model again"
+REQUIRED = object()
+
+
+def _wrong(key, kind):
+    return ModelError(f"{key} must be {kind}; {CONVERT}")
+
+
+def _shown(token):
+    return token.decode(errors="replace")
+
+
+def _without_surrogates(text):
+    """Half surrogate pairs (from JSON or the command line) become U+FFFD: no file can hold them."""
+    try:
+        text.encode()
+        return text
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+class _Fields:
+    """Typed access to metadata. Each method raises ModelError if the value is not what it must be."""
+
+    def __init__(self, metadata):
+        self._metadata = metadata
+
+    def _get(self, key, default):
+        value = self._metadata.get(key)
+        if value is None and default is REQUIRED:
+            raise ModelError(f"{key} is missing; {CONVERT}")
+        return default if value is None else value
+
+    def string(self, key, default=REQUIRED):
+        value = self._get(key, default)
+        if not isinstance(value, (str, bytes)):
+            raise _wrong(key, "a string")
+        return value if isinstance(value, str) else _shown(value)
+
+    def strings(self, key):
+        """Returns a list of bytes."""
+        values = self._get(key, REQUIRED)
+        if isinstance(values, (str, bytes)) or not hasattr(values, "__len__"):
+            raise _wrong(key, "an array of strings")
+        values = list(values)
+        if not set(map(type, values)) <= {str, bytes}:
+            raise _wrong(key, "an array of strings")
+        return [value if isinstance(value, bytes) else value.encode(errors="surrogateescape")
+                for value in values]
+
+    def numbers(self, key, kinds, count, default=REQUIRED):
+        """Returns an array of count numbers whose NumPy kind is among kinds."""
+        values = self._get(key, default)
+        if values is default:
+            return np.full(count, default)
+        try:
+            values = np.asarray(values)
+        except (TypeError, ValueError, OverflowError):
+            raise _wrong(key, "an array of numbers") from None
+        if values.ndim != 1 or values.size and values.dtype.kind not in kinds:
+            raise _wrong(key, "an array of integers" if "f" not in kinds else "an array of numbers")
+        if len(values) != count:
+            raise ModelError(f"{key} has {len(values)} entries for {count} tokens; {CONVERT}")
+        return values
+
+    def flag(self, key, default):
+        value = self._get(key, default)
+        if not isinstance(value, (bool, np.bool_)):
+            raise _wrong(key, "true or false")
+        return bool(value)
+
+    def index(self, key, count, default=None):
+        """Returns a token id below count or None."""
+        value = self._get(key, None)
+        if value is None:
+            return default if default is not None and default < count else None
+        if not isinstance(value, (int, np.integer)) or isinstance(value, bool):
+            raise _wrong(key, "an integer")
+        if not 0 <= value < count:
+            raise ModelError(f"{key} is {value}, but there are {count} tokens; {CONVERT}")
+        return int(value)

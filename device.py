@@ -6,13 +6,16 @@ one stream, in order.
 """
 import ctypes
 import hashlib
+import math
 import struct
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from gguf import quants
 
 from errors import DeviceError
+from kv import PAGE
 
 try:
     from cuda.bindings import driver
@@ -145,6 +148,115 @@ def padded(n, multiple):
     return -(-n // multiple) * multiple
 
 
+# ---- how weights and KV pages lie in memory ----------------------------------------------------
+
+REPACKED_AS_F16 = ("F16", "BF16", "F32")  # the file formats that PACKINGS does not name
+TILE_ROWS, CHUNK, PART_CHUNKS = 16, 64, 4
+STACK = 4  # row blocks that one launch of linear takes
+STAGING_BYTES = 32 << 20
+KV_FORMATS = {"f32": 0, "f16": 1, "q8": 2}  # as kernels.cu counts them
+Q8_BLOCK = 32  # values along head_dim that share an f16 scale
+HEAD_DIMS = 64, 96, 128, 256  # of the tensor-core attention kernels
+ATTENTION_ROWS = 16  # (token, query head) pairs of one attention tile
+SEGMENT = 256  # positions under one running softmax
+PARTS_LIMIT = 1 << 28  # bytes of scratch for segments that wait to be merged
+NORM_THREADS = 512
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How kernels.cu holds weights of a format: see `Packed` there."""
+    number: int  # in enum WeightFormat
+    words: int  # 32-bit words of a lane for a chunk
+    part_bytes: int  # scales of a 16-row tile for a part
+
+    def tile_bytes(self, chunks):
+        parts = -(-chunks // PART_CHUNKS)
+        return padded(chunks * 128 * self.words + parts * self.part_bytes, 128)
+
+
+PACKINGS = {
+    "Q4_K": Packing(0, 4, 320), "Q5_K": Packing(1, 5, 320), "Q6_K": Packing(2, 6, 288),
+    "Q8_0": Packing(3, 8, 256), "Q4_0": Packing(4, 4, 256), "Q4_1": Packing(5, 4, 512),
+    "F16": Packing(6, 16, 0)}
+
+
+@dataclass(frozen=True)
+class RowBlock:
+    """Consecutive rows of a matrix in one packed format."""
+    packed: Buffer
+    format: str
+    rows: int
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A stack of row blocks [rows, cols] in device memory."""
+    blocks: tuple
+    weight_scale: Buffer  # f32 [rows], powers of two that multiply the product of a row
+    bias: Buffer | None  # f32 [rows]
+    rows: int
+    cols: int
+
+    @property
+    def chunks(self):
+        return -(-self.cols // CHUNK)
+
+
+@dataclass(frozen=True)
+class Pages:
+    """KV storage [layer, page, kv head, K|V, PAGE, head_dim]; q8 has its scales behind each block.
+
+    Pages start as zeros and are only written by rope_kv and copy_page: they never hold NaN.
+    """
+    data: Buffer
+    n_layers: int
+    n_pages: int
+    format: str
+
+    @property
+    def nbytes(self):
+        return self.data.nbytes
+
+
+def page_bytes(cfg, kv_format):
+    """Bytes of one page in one layer: K and V of PAGE tokens, all KV heads."""
+    value = {"f32": 4, "f16": 2, "q8": 1 + 2 / Q8_BLOCK}[kv_format]
+    return int(2 * cfg.n_kv_heads * PAGE * cfg.head_dim * value)
+
+
+class Staging:
+    """Two pinned host buffers and one on the card, for the weights on their way."""
+
+    def __init__(self, device, nbytes):
+        self.device, self.nbytes, self.turn = device, nbytes, 0
+        self.target = device.alloc(nbytes, "staging")
+        self.pointers = [call("cuMemHostAlloc", nbytes, 0) for _ in range(2)]
+        self.arrays = [np.frombuffer((ctypes.c_uint8 * nbytes).from_address(int(p)), np.uint8)
+                       for p in self.pointers]
+        self.copied = [call("cuEventCreate", 0) for _ in range(2)]
+
+    def send(self, data):
+        """Copy bytes to the card in stream order; `data` may change afterwards."""
+        self.turn ^= 1
+        call("cuEventSynchronize", self.copied[self.turn])
+        self.arrays[self.turn][:data.nbytes] = data
+        call("cuMemcpyHtoDAsync", self.target.ptr, self.pointers[self.turn], data.nbytes,
+             self.device.stream)
+        call("cuEventRecord", self.copied[self.turn], self.device.stream)
+        return self.target
+
+    def release(self):
+        self.device.synchronize()
+        self.device.free(self.target)
+        for event, pointer in zip(self.copied, self.pointers):
+            call("cuEventDestroy", event)
+            call("cuMemFreeHost", pointer)
+
+
+# ---- the backend -------------------------------------------------------------------------------
+
+
 class Device:
     """One card: a context, a stream, the kernels, memory with counters, and the ops."""
     name = "cuda"
@@ -173,7 +285,10 @@ class Device:
         self.scratch = {}  # (name, columns, dtype) -> Buffer
         self.generation = 0  # grows when a scratch buffer moves: captured graphs are stale then
         self.addresses = {}  # ptr -> (nbytes, purpose), for free()
+        self.staging = None  # Staging, while weights load
+        self.frequencies = {}  # Config.rope_sets -> f64 [sets, pairs]
         self.graphs = {}  # (key, generation) -> (graph, result), None before its capture
+        self.adjustments = None  # sampling.ADJUSTMENT [slots, n_vocab], from the first penalty on
         self.page_table = None  # what the device's copy holds
         self.landings = [(call("cuEventCreate", 0), int(call("cuMemAllocHost", LANDING_BYTES)))
                          for _ in range(4)]  # pinned memory for results on their way to the host
@@ -287,6 +402,95 @@ class Device:
     def synchronize(self):
         call("cuStreamSynchronize", self.stream)
 
+    # ---- loading ------------------------------------------------------------------------------------
+
+    def matrix(self, tensors, bias=None):
+        """Stack the row blocks `tensors`, each [rows, cols], with an optional bias [rows].
+
+        Weights keep their format; one that has no kernel becomes F16. Neighbours of one format are
+        packed together.
+        """
+        rows, cols = sum(t.shape[0] for t in tensors), tensors[0].shape[1]
+        weight_scale = self.alloc(4 * rows, "weights").view((rows,), np.float32)
+        runs = []  # [packing name, tensors, rows]
+        for tensor in tensors:
+            name = tensor.type.name if tensor.type.name in PACKINGS else "F16"
+            if runs and runs[-1][0] == name and runs[-1][2] % TILE_ROWS == 0:
+                runs[-1][1].append(tensor)
+                runs[-1][2] += tensor.shape[0]
+            else:
+                runs.append([name, [tensor], tensor.shape[0]])
+        blocks, row = [], 0
+        for name, members, block_rows in runs:
+            tile_bytes = PACKINGS[name].tile_bytes(-(-cols // CHUNK))
+            packed = self.alloc(-(-block_rows // TILE_ROWS) * tile_bytes, "weights")
+            blocks.append(RowBlock(packed, name, block_rows))
+            first = 0
+            for tensor in members:
+                self.repack(tensor, packed.view((), offset=first // TILE_ROWS * tile_bytes),
+                            tile_bytes, weight_scale.view((), offset=4 * (row + first)))
+                first += tensor.shape[0]
+            row += block_rows
+        return Matrix(tuple(blocks), weight_scale, None if bias is None else self.vector(bias),
+                      rows, cols)
+
+    def repack(self, tensor, packed, tile_bytes, weight_scale):
+        """Copy a tensor to the card through pinned memory and bring it into packed order there."""
+        rows, cols = tensor.shape
+        source = np.asarray(tensor.data).reshape(rows, -1)
+        format = tensor.type.name
+        native = format in PACKINGS or format in REPACKED_AS_F16
+        row_bytes = source.shape[1] if native else 4 * cols
+        step = max(STAGING_BYTES // row_bytes // TILE_ROWS, 1) * TILE_ROWS
+        for first in range(0, rows, step):
+            part = source[first:first + step]
+            if not native:
+                part = quants.dequantize(part, tensor.type)
+            raw = self.stage(part.reshape(-1).view(np.uint8))
+            tile = first // TILE_ROWS
+            self.launch(f"linear_repack_{(format if native else 'F32').lower()}",
+                        (-(-len(part) // TILE_ROWS), 1, 1), 256,
+                        (raw, packed.view((), offset=tile * tile_bytes),
+                         weight_scale.view((), offset=4 * first), len(part), cols))
+
+    def stage(self, data):
+        """Bring bytes to the card for the next launch. The host copy of one piece runs while the
+        one before is on its way: two pinned buffers, one on the card."""
+        if self.staging is None or self.staging.nbytes < data.nbytes:
+            self.release_staging()
+            self.staging = Staging(self, max(data.nbytes, STAGING_BYTES))
+        return self.staging.send(data)
+
+    def release_staging(self):
+        """Give back what loading needs: call it when the weights are there."""
+        if self.staging is not None:
+            self.staging.release()
+            self.staging = None
+
+    def vector(self, array):
+        return self.upload(np.asarray(array, np.float32), "weights")
+
+    def pages(self, cfg, n_pages, kv_format):
+        """Zeroed storage for `n_pages` pages of all layers. Raises DeviceError."""
+        fits = (cfg.head_dim in HEAD_DIMS if kv_format != "f32" else
+                cfg.head_dim % Q8_BLOCK == 0 and cfg.head_dim <= 256)
+        if not fits:
+            raise DeviceError(
+                f"the CUDA kernels have no attention for heads of {cfg.head_dim} values; they "
+                f"have {', '.join(map(str, HEAD_DIMS))}: use --backend cpu")
+        self.tile_tokens(cfg)  # raises if the group is too large
+        data = self.alloc(cfg.n_layers * n_pages * page_bytes(cfg, kv_format), "kv")
+        call("cuMemsetD8Async", data.ptr, 0, max(data.nbytes, 16), self.stream)
+        return Pages(data, cfg.n_layers, n_pages, kv_format)
+
+    def tile_tokens(self, cfg):
+        """Most rows of one attention tile: consecutive tokens of a sequence. Raises DeviceError."""
+        group = cfg.n_heads // cfg.n_kv_heads
+        if group > ATTENTION_ROWS:
+            raise DeviceError(f"the CUDA kernels share a KV head among at most {ATTENTION_ROWS} query "
+                              f"heads, this model among {group}: use --backend cpu")
+        return ATTENTION_ROWS // group
+
     # ---- steps: upload, run, fetch -----------------------------------------------------------
 
     steps_ahead = 1  # steps that may be launched before the tokens of the last are read
@@ -308,6 +512,21 @@ class Device:
         parts = [block.view((len(f),), offset=at) for f, at in zip(fields, starts)]
         tiles = parts.pop().view(batch.tiles.shape)
         return DeviceBatch(*parts, tiles, table, len(batch.tokens), int(batch.positions.max()) + 1)
+
+    def upload_draws(self, draws):
+        """sampling.ROW records [rows], one per row of logits, in a fixed buffer."""
+        block = self.buffer("draws", draws.shape, draws.dtype)
+        call("cuMemcpyHtoDAsync", block.ptr, draws.ctypes.data, draws.nbytes, self.stream)
+        return block
+
+    def adjust(self, slot, table, n_slots):
+        """Penalties and bias of the sequence in `slot`: sampling.ADJUSTMENT [n_vocab]."""
+        if self.adjustments is None:  # most engines never need it: 8 bytes a token id and slot
+            self.adjustments = self.alloc(n_slots * table.nbytes, "scratch").view(
+                (n_slots, len(table)), table.dtype)
+            self.generation += 1
+        row = self.adjustments.view(table.shape, offset=slot * table.nbytes)
+        self.write(row, table)
 
     def run(self, key, work):
         """work(), whose launches are captured into a graph at the second call with this `key`.
@@ -387,4 +606,169 @@ class Device:
         for _ in range(400):
             call("cuMemsetD8Async", block.ptr, 0, block.nbytes, self.stream)
 
-    # ---- ops ---------------------------------------------------------------------------------
+    # ---- ops, in the order in which the forward pass calls them -------------------------------------
+
+    def activations(self, name, rows, cols):
+        """Scratch for a GEMM input with a scale per row."""
+        data = self.buffer(name, (rows, padded(cols, 64)), np.float16)
+        return Activations(data, self.buffer(f"{name}_scale", (rows,), np.float32), rows, cols)
+
+    def embed(self, table, batch):
+        """h [rows, n_embd] f32: one row of the table per token. Negative tokens give zeros."""
+        rows = batch.tokens.shape[0]
+        h = self.buffer("embed", (rows, table.cols), np.float32)
+        block = table.blocks[0]
+        self.launch("embed", (rows, 1, 1), 128,
+                    (block.packed, table.weight_scale, batch.tokens, batch.slots,
+                     self.last_tokens(batch), h,
+                     PACKINGS[block.format].number, table.cols, table.chunks))
+        return h
+
+    def rmsnorm(self, h, weight, eps, rows=None):
+        """x = h / sqrt(mean(h^2) + eps) * weight of h f32 [., cols]: all rows, or int32 `rows`."""
+        cols = h.shape[1]
+        x = self.activations("rmsnorm", (h if rows is None else rows).shape[0], cols)
+        self.launch("rmsnorm", (x.rows, 1, 1), NORM_THREADS,
+                    (h, weight, rows, x.data, x.scale, cols, x.data.shape[1], float(eps)))
+        return x
+
+    def linear(self, x, w):
+        """y [rows, w.rows] f32 = x W^T (+ bias)."""
+        y = self.buffer("linear", (x.rows, w.rows), np.float32)
+        self.multiply(x, w, y, add=False)
+        return y
+
+    def linear_add(self, x, w, h):
+        """h += x W^T (+ bias), in place."""
+        self.multiply(x, w, h, add=True)
+
+    def multiply(self, x, w, y, add):
+        """Choose a kernel by the number of rows. All of them give the same bits."""
+        column = 0
+        for i in range(0, len(w.blocks), STACK):
+            blocks = w.blocks[i:i + STACK]
+            name, grid, smem = self.linear_shape(x.rows, blocks)
+            absent = STACK - len(blocks)
+            self.launch(name, grid, 256, (
+                x.data, x.scale, w.weight_scale.view((), offset=4 * column),
+                w.bias and w.bias.view((), offset=4 * column), y.view((), offset=4 * column),
+                x.rows, w.rows, w.chunks, add,
+                *(b.packed for b in blocks), *(None,) * absent,
+                *(b.rows for b in blocks), *(0,) * absent,
+                sum(PACKINGS[b.format].number << 8 * j for j, b in enumerate(blocks))), smem)
+            column += sum(b.rows for b in blocks)
+
+    def linear_shape(self, rows, blocks):
+        """Kernel, grid and bytes of shared memory of a product with `rows` rows of x."""
+        def grid(tokens, columns):
+            return -(-rows // tokens), sum(-(-b.rows // columns) for b in blocks), 1
+        if rows <= 16:
+            return "linear_few_8" if rows <= 8 else "linear_few_16", grid(16, 16)[1::-1] + (1,), 0
+        words = max(PACKINGS[b.format].words for b in blocks)
+        many = grid(64, 256)
+        if rows > 64 and many[0] * many[1] >= self.multiprocessors * 3 // 4:
+            # 4 stages: 64 tokens and 16 tiles, of F16 8 at a time
+            return "linear_many", many, 4 * (8192 + 16 * 128 * min(words, 8))
+        # 2 groups of 3 stages: 32 tokens and 4 tiles; the totals of 32 x 64
+        return "linear_some", grid(32, 64), 6 * (4096 + 4 * 128 * words) + 8192
+
+    def rope_angles(self, cfg, batch):
+        """cos and sin f32 [rows, 2, rope_dim / 2] of position times the row's frequencies."""
+        if cfg.rope_sets not in self.frequencies:
+            table = np.array(cfg.rope_sets, np.float64)
+            self.frequencies[cfg.rope_sets] = self.upload(table, "weights")
+        pairs = cfg.rope_dim // 2
+        angles = self.buffer("rope_angles", (batch.rows, 2, pairs), np.float32)
+        self.launch("rope_angles", (-(-batch.rows * pairs // 128), 1, 1), 128,
+                    (batch.positions, batch.rope_sets, self.frequencies[cfg.rope_sets], angles,
+                     batch.rows, pairs, float(cfg.rope_magnitude)))
+        return angles
+
+    def rope_kv(self, qkv, angles, q_norm, k_norm, cfg, layer, kv, batch):
+        """Split qkv f32 [rows, (heads + 2 kv heads) head_dim], norm and rotate q and k, store K, V.
+
+        Returns q [rows, heads * head_dim], f16, or f32 with f32 KV. Rows with a negative slot store
+        nothing.
+        """
+        heads = cfg.n_heads + 2 * cfg.n_kv_heads
+        assert qkv.shape == (batch.rows, heads * cfg.head_dim)
+        q = self.buffer("rope_kv", (batch.rows, cfg.n_heads * cfg.head_dim),
+                        np.float32 if kv.format == "f32" else np.float16)
+        self.launch("rope_kv", (batch.rows, -(-heads // 4), 1), 128,
+                    (qkv, angles, q_norm, k_norm, q, kv.data, batch.page_table, batch.slots,
+                     batch.positions, layer, kv.n_pages, batch.page_table.shape[1], cfg.n_heads,
+                     cfg.n_kv_heads, cfg.head_dim, cfg.rope_dim, int(cfg.rope_neox),
+                     KV_FORMATS[kv.format], float(cfg.rms_eps)))
+        return q
+
+    def attention(self, q, cfg, layer, kv, batch):
+        """x [rows, heads * head_dim] = softmax(q K^T * attn_scale) V over positions 0..own."""
+        rows, heads, dim = batch.rows, cfg.n_heads, cfg.head_dim
+        assert q.shape == (rows, heads * dim)
+        cols, max_pages = heads * dim, batch.page_table.shape[1]
+        scale = cfg.attn_scale * math.log2(math.e)  # the kernels take powers of two
+        if kv.format == "f32":
+            values = self.buffer("attention_f32", (rows, cols), np.float32)
+            self.launch("attention_f32", (rows, heads, 1), 128,
+                        (q, values, kv.data, batch.page_table, batch.positions, batch.slots, layer,
+                         kv.n_pages, max_pages, cfg.n_kv_heads, dim, scale))
+            x = self.activations("attention_f32_scale", rows, cols)
+            self.launch("attention_f32_scale", (rows, 1, 1), NORM_THREADS,
+                        (values, x.data, x.scale, cols, x.data.shape[1]))
+            return x
+        # Weights add up to one and V is f16: the result needs no row scale. The columns that pad
+        # it are never written: scratch starts as zeros, and each width has its own.
+        out = self.buffer(f"attention_{cols}", (rows, padded(cols, 64)), np.float16)
+        segments = -(-max_pages * PAGE // SEGMENT)
+        splits = self.attention_splits(batch.tiles.shape[0] * cfg.n_kv_heads, segments,
+                                       rows * cols * segments * 4)
+        parts = (None, None) if splits == 1 else (
+            self.buffer("attention_values", (rows, cols * segments), np.float32),
+            self.buffer("attention_states", (rows, heads * segments, 2), np.float32))
+        self.launch(f"attention_{kv.format}_{dim}", (batch.tiles.shape[0], cfg.n_kv_heads, splits),
+                    128, (q, out, *parts, kv.data, batch.page_table, batch.tiles, layer, kv.n_pages,
+                          max_pages, segments, heads, cfg.n_kv_heads, out.shape[1], scale))
+        if splits > 1:
+            self.launch("attention_merge", (rows, heads, 1), dim,
+                        (*parts, out, batch.positions, batch.slots, segments, out.shape[1]))
+        return Activations(out, None, rows, cols)
+
+    def attention_splits(self, blocks, segments, parts_bytes):
+        """Over how many blocks to spread the segments of a tile: two blocks a multiprocessor.
+
+        It is fixed when a graph is captured, so it looks at what the page table can hold. It moves
+        no bits: the segments of a row are merged in index order either way.
+        """
+        wanted = -(-2 * self.multiprocessors // blocks)
+        return 1 if parts_bytes > PARTS_LIMIT else min(wanted, segments)
+
+    def silu_mul(self, gate_up):
+        """x [rows, F] = silu(gate) * up of gate_up f32 [rows, 2F], gate first."""
+        rows, cols = gate_up.shape[0], gate_up.shape[1] // 2
+        x = self.activations("silu_mul", rows, cols)
+        self.launch("silu_mul", (rows, 1, 1), NORM_THREADS,
+                    (gate_up, x.data, x.scale, cols, x.data.shape[1]))
+        return x
+
+    def sample(self, logits, draws, batch):
+        """(tokens int32, log probabilities f32) of one drawn token per row; see sampling.py.
+
+        The tokens are also kept for rows of the next step that ask for the last one of their slot.
+        """
+        rows, n_vocab = logits.shape
+        tokens = self.buffer("sample_tokens", (rows,), np.int32)
+        logprobs = self.buffer("sample_logprobs", (rows,), np.float32)
+        self.launch("sample", (rows, 1, 1), 1024,
+                    (logits, draws, self.adjustments, tokens, logprobs, self.last_tokens(batch),
+                     batch.slots, batch.logit_rows, n_vocab))
+        return tokens, logprobs
+
+    def last_tokens(self, batch):
+        """int32 [slots]: the token drawn last for each row of the page table."""
+        return self.buffer("last_tokens", (batch.page_table.shape[0],), np.int32)
+
+    def copy_page(self, kv, source, target):
+        """Page `target` of all layers becomes a copy of page `source`."""
+        nbytes = kv.nbytes // (kv.n_pages * kv.n_layers)
+        self.launch("copy_page", (-(-nbytes // 4096), kv.n_layers, 1), 256,
+                    (kv.data, kv.n_pages, nbytes, source, target))

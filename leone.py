@@ -299,7 +299,8 @@ class Engine:
             slot = -1
             if request.sampling.adjusts:
                 slot = request.slot
-                self.ops.adjust(slot, request.sampling.adjustment(self.cfg.n_vocab, request.prompt))
+                table = request.sampling.adjustment(self.cfg.n_vocab, request.prompt)
+                self.ops.adjust(slot, table, len(self.page_table))
             request.draw = request.sampling.row(adjustment=slot)
 
     def choose_rows(self):

@@ -29,9 +29,9 @@ from errors import ModelError
 
 # ---- GGUF: the file ------------------------------------------------------------------------------
 
-MAX_HEADER = 64 << 20  # bytes; the largest vocabularies need about 20 MB
+MAX_HEADER = 32 << 20  # bytes; the largest vocabularies of today need 16 MB
 MAX_ENTRIES = 1 << 16  # metadata keys, tensors: real files have at most a few thousand
-MAX_NAME = 256  # bytes of a key or a tensor name
+MAX_NAME = 128  # bytes of a key or a tensor name
 MAX_SIZE = 1 << 20  # of a width, a head count, a number of layers
 MAX_POSITION = (1 << 31) - 1  # positions are int32
 ALIGNMENTS = [1 << bits for bits in range(3, 17)]  # 8 bytes to 64 KiB
@@ -124,9 +124,12 @@ class Header:
         if len(text) > MAX_NAME:
             self.fail(f"{what} has {len(text)} bytes; at most {MAX_NAME} are allowed")
         try:
-            return text.decode()
+            name = text.decode()
         except UnicodeDecodeError:
             self.fail(f"{what} is not UTF-8: {text[:40]!r}")
+        if not name.isprintable():
+            self.fail(f"{what} has control characters: {text[:40]!r}")
+        return name
 
     def value(self, key):
         """A metadata value: int, float, bool, str, Strings, or a read-only array of numbers."""

@@ -111,7 +111,7 @@ class Reference:
     def upload_draws(self, draws):
         return draws
 
-    def adjust(self, slot, table):
+    def adjust(self, slot, table, n_slots):
         """Penalties and bias of the sequence in `slot`: sampling.ADJUSTMENT [n_vocab]."""
         self.adjustments[slot] = table
 

@@ -1,28 +1,31 @@
 """Sampling: the parameters of a request, and the float64 oracle that says which token they draw.
 
-The token is a pure function of one row of float32 logits, the parameters, the seed, the choice index
-and the position. `sample` in kernels.cu computes the same function; the two must agree on every row.
+The token is a pure function of one row of float32 logits, the parameters, the seed, the choice
+index and the position. `sample` in kernels.cu computes the same function, to the last token.
 
 1. Penalties, each step one rounded float32 operation. For tokens that occurred in prompt or output:
    l = l / repetition if l > 0 else l * repetition. For tokens that occurred in the output, count
    times: l = (l - presence) - (frequency * count). For every token: l = l + bias.
 2. Temperature 0: the largest l. Here and below, equal logits rank by the lower token id first.
-3. Otherwise gap_i = l_i - l_max and x_i = gap_i * (1 / temperature), both in float64. Three filters,
-   each of which keeps a prefix of the ranking:
+3. Otherwise gap_i = l_i - l_max and x_i = gap_i * (1 / temperature), both in float64, and three
+   filters, each of which keeps a prefix of the ranking:
    top_k   the first k tokens;
-   top_p   integer weights w_i = floor(exp(x_i) * 2^40), so that sums do not depend on their order. With
-           Z the sum over what top_k kept, a token stays while the weights before it sum to less than
-           ceil(P * Z / 2^32), where P is top_p rounded to a multiple of 2^-32, at least one;
+   top_p   integer weights w_i = floor(exp(x_i) * 2^40), so that no order of summation exists. With
+           Z the sum over what top_k kept, a token stays while the weights before it sum to less
+           than ceil(P * Z / 2^32); P is top_p rounded to a multiple of 2^-32, at least one;
    min_p   tokens with gap_i >= temperature * log(min_p).
-4. The token is the largest x_i + G_i with Gumbel noise G_i = -log(-log(u_i)), u_i = (word + 0.5) / 2^32,
-   word = word (i mod 4) of Philox4x32-10 under key = seed, counter = (position, choice, i div 4, 0).
+4. The token has the largest x_i + G_i with Gumbel noise G_i = -log(-log(u_i)), where
+   u_i = (word + 0.5) / 2^32 and word is number i mod 4 of the four that Philox4x32-10 makes under
+   key = seed, counter = (position, choice, i div 4, 0).
 
-u is between 2^-33 and 1 - 2^-33, so G is between -3.14 and 22.88. The best token scores at least -3.14, so
-one with x < -26.02 never wins, and one whose weight is 0 has x < -27.7. REACH = 28 lets both sides skip those.
+u is between 2^-33 and 1 - 2^-33, so G is between -3.14 and 22.88. The best token scores at least
+-3.14: one with x < -26.02 never wins, and only x < -27.7 has weight 0. So both sides skip what lies
+below -REACH = -28.
 
-The logprob is that of the model's own distribution: raw logits, temperature 1, the same integer weights.
-A row with a NaN, a +inf or no finite logit gives token -1; its request must fail. exp and log are the
-polynomials below, since libraries differ in the last bit; NumPy never fuses a * b + c, nor does the kernel.
+The logprob is that of the model's own distribution: raw logits, temperature 1, the same integer
+weights. A row with a NaN, a +inf or no finite logit gives token -1, and its request must fail.
+exp and log are the polynomials below, because libraries differ in the last bit; NumPy never fuses
+a * b + c, nor does the kernel.
 """
 
 import math
@@ -38,7 +41,7 @@ REACH = 28.0            # x below -REACH: weight 0, and out of reach of the nois
 COLDEST = 1e-9          # temperatures below this are 0
 IN_PROMPT = 1 << 31     # flag beside the count in ADJUSTMENT
 
-# One sampled row; the kernel reads the same 64 bytes. Zeros mean "off", so that np.zeros(n, ROW) is padding.
+# One row to sample; the kernel reads the same 64 bytes. np.zeros(n, ROW) is padding.
 ROW = np.dtype([
     ("seed", np.uint64),
     ("inverse_temperature", np.float64),    # 0 = greedy
@@ -50,11 +53,11 @@ ROW = np.dtype([
     ("repetition", np.float32),
     ("presence", np.float32),
     ("frequency", np.float32),
-    ("adjustment", np.int32),               # row of the adjustments table, -1 = no penalties and no bias
+    ("adjustment", np.int32),               # row of the adjustments table, -1 = none
     ("active", np.int32),                   # 0 = padding: draws -1 and touches nothing
 ], align=True)
 
-# What penalties and bias know of one token; a request that uses them holds one row of n_vocab of these.
+# What penalties and bias know of a token; a request that uses them holds a row of n_vocab of these.
 ADJUSTMENT = np.dtype([("count", np.uint32), ("bias", np.float32)])
 
 
@@ -105,18 +108,18 @@ class Sampling:
     def bias_pairs(self):
         """logit_bias as a list of (token id, bias); RequestError if it is no such thing."""
         try:
-            pairs = self.logit_bias.items() if hasattr(self.logit_bias, "items") else self.logit_bias
-            return [(token, bias) for token, bias in pairs]
+            return list(dict(self.logit_bias).items())
         except (TypeError, ValueError):
-            raise RequestError("logit_bias must map token ids to numbers", param="logit_bias") from None
+            raise RequestError("logit_bias must map token ids to numbers",
+                               param="logit_bias") from None
 
     def seeded(self):
-        """The same with a seed. 53 bits: a JSON reader that keeps numbers as doubles can hand it back."""
+        """The same with a seed, of 53 bits so that every JSON reader can hand it back exactly."""
         return self if self.seed is not None else replace(self, seed=secrets.randbits(53))
 
     @property
     def adjusts(self):
-        """True if penalties or biases are on: the request then needs a row of the adjustments table."""
+        """True if penalties or bias are on: such a request needs a row of the adjustments table."""
         return (self.repetition_penalty != 1 or self.presence_penalty != 0
                 or self.frequency_penalty != 0 or bool(self.bias_pairs()))
 
@@ -130,7 +133,8 @@ class Sampling:
         record["min_gap"] = float(self.temperature) * max(floor, -REACH)
         record["position"], record["choice"] = position, choice
         record["top_k"] = self.top_k
-        record["top_p"] = 0 if self.top_p >= 1 else min(max(round(self.top_p * 2**32), 1), 2**32 - 1)
+        if self.top_p < 1:
+            record["top_p"] = min(max(round(self.top_p * 2**32), 1), 2**32 - 1)
         record["repetition"] = self.repetition_penalty
         record["presence"], record["frequency"] = self.presence_penalty, self.frequency_penalty
         record["adjustment"], record["active"] = adjustment, 1
@@ -243,7 +247,7 @@ def sample(logits, rows, adjustments=None):
 
 
 def sample_row(logits, row, adjustment=None):
-    """(token, logprob) of one row: logits float32 [n_vocab], row a ROW record; (-1, 0.0) if broken."""
+    """(token, logprob) of logits float32 [n_vocab] under a ROW record; (-1, 0.0) if broken."""
     values = logits if adjustment is None else adjusted(logits, row, adjustment)
     token = int(np.argmax(values))          # the lowest id among equals, or the first NaN
     if not np.isfinite(values[token]):

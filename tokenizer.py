@@ -6,8 +6,8 @@
 
 In reading order: pre-tokenizers (text to pieces), merge (a piece to tokens), Tokenizer, Stream.
 
-Control tokens (<|im_end|>, </s>, ...) come from encode(special=True) only. With special=False no
-text, whatever it holds, gives one: their strings are not looked for, and no merge leads to them.
+Control tokens (<|im_end|>, </s>, ...) come from text marked special only. Other text, whatever it
+holds, gives none: their strings are not looked for there, and no merge leads to them.
 """
 
 import codecs
@@ -21,8 +21,9 @@ import numpy as np
 
 from errors import ModelError, RequestError
 
-# Values of tokenizer.ggml.token_type; 0 means undefined and is taken as NORMAL.
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+# Values of tokenizer.ggml.token_type.
+UNDEFINED, NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(7)
+SPECIAL = UNKNOWN, CONTROL, USER_DEFINED    # found in a text as they are, before it is cut
 
 # Models end a turn or a text with more tokens than the one or two whose ids the file gives.
 END_TEXTS = {text.encode() for text in (
@@ -36,21 +37,23 @@ FILE_END_TEXTS = {text.encode() for text in (
 END_IDS = ("eos_token_id", "eot_token_id", "eom_token_id",
            "fim_pad_token_id", "fim_rep_token_id", "fim_sep_token_id")
 
+CONVERT = "convert or download the model again"     # how most errors end
+
 CACHED_PIECES = 1 << 15         # pieces whose tokens are remembered ...
 CACHED_LENGTH = 64              # ... if they have at most so many characters
 
 # ---- Pre-tokenizers ------------------------------------------------------------------------------
 # The patterns are those of the models' authors, with \p{..} for Unicode categories, which the
 # standard library's `re` lacks. Each character is replaced by one that stands for its category
-# (ASCII stands for itself), the pattern runs on that string, and the text is cut at the same places.
+# (ASCII stands for itself), the pattern runs on that string, the text is cut at the same places.
 
 WHITE_SPACE = "\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
 LONG_S = "ſ"                    # (?i:s) matches this lower-case letter, so it stands for itself
 STANDINS = {"Lu": "À", "Lt": "ǅ", "Ll": "à", "Lm": "ʰ", "Lo": "ª",
             "M": "\u0300", "N": "²", "P": "¡", "S": "¢", "C": "\x80", "Z": "\v"}
 CLASSES = {                     # what \p{..} and \s become inside [...]
-    r"\p{L}": "A-Za-zÀǅàʰª" + LONG_S, r"\p{Lu}": "A-ZÀ", r"\p{Lt}": "ǅ", r"\p{Ll}": "a-zà" + LONG_S,
-    r"\p{Lm}": "ʰ", r"\p{Lo}": "ª", r"\p{M}": "\u0300", r"\p{N}": "0-9²",
+    r"\p{L}": "A-Za-zÀǅàʰª" + LONG_S, r"\p{Lu}": "A-ZÀ", r"\p{Ll}": "a-zà" + LONG_S,
+    r"\p{Lt}": "ǅ", r"\p{Lm}": "ʰ", r"\p{Lo}": "ª", r"\p{M}": "\u0300", r"\p{N}": "0-9²",
     r"\p{P}": r"!-#%-*,-/:;?@\[-\]_{}¡", r"\p{S}": "$+<=>^`|~¢", r"\s": WHITE_SPACE}
 
 
@@ -66,7 +69,7 @@ class _Standins(dict):
             standin = STANDINS["Z"]
         else:
             standin = STANDINS.get(category) or STANDINS[category[0]]
-        if len(self) < 1 << 16:     # a text of all characters there are must not hold memory for ever
+        if len(self) < 1 << 16:     # bounded: a text may hold every character there is
             self[code] = standin
         return standin
 
@@ -75,7 +78,7 @@ _STANDINS = _Standins()
 
 
 class Pre(NamedTuple):
-    """A pre-tokenizer. Each pattern cuts the pieces that the one before left; gaps are pieces too."""
+    """A pre-tokenizer: each pattern cuts what the one before left; gaps between matches stay."""
     patterns: tuple
     ignore_merges: bool = False     # a piece that is a token is taken whole
     add_bos: bool = False           # unless the file says otherwise
@@ -93,30 +96,34 @@ QWEN35 = (rf"{CONTRACTION}|{NOT_WORD}[\p{{L}}\p{{M}}]+|[\p{{N}}]"
           rf"| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{LINES}")
 TEKKEN = (rf"{NOT_WORD}{UPPER}*{LOWER}+|{NOT_WORD}{UPPER}+{LOWER}*"
           rf"|[\p{{N}}]| ?{SYMBOL}+[\r\n/]*|{LINES}")
-GPT4O = (rf"{NOT_WORD}{UPPER}*{LOWER}+(?:{CONTRACTION})?|{NOT_WORD}{UPPER}+{LOWER}*(?:{CONTRACTION})?"
+GPT4O = (rf"{NOT_WORD}{UPPER}*{LOWER}+(?:{CONTRACTION})?"
+         rf"|{NOT_WORD}{UPPER}+{LOWER}*(?:{CONTRACTION})?"
          rf"|[\p{{N}}]{{1,3}}| ?{SYMBOL}+[\r\n/]*|{LINES}")
 GPT2 = rf"'(?:[sdmt]|ll|ve|re)| ?[\p{{L}}]+| ?[\p{{N}}]+| ?{SYMBOL}+|{SPACES}"
 
 # The authors' own list of cased letters. Characters that an editor might normalise are escaped.
 DEEPSEEK_LETTERS = (
-    "A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗ"
-    "ὙὛὝὟ-\u1f7d\u1f80-\u1fb4\u1fb6-\u1fbc\u1fbe\u1fc2-\u1fc4\u1fc6-\u1fcc\u1fd0-\u1fd3\u1fd6-\u1fdb"
-    "\u1fe0-\u1fec\u1ff2-\u1ff4\u1ff6-\u1ffcℂℇℊ-ℓℕℙ-ℝℤ\u2126ℨ\u212a-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛ"
-    "Ꜣ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃")
+    "A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅ"
+    "Ὀ-Ὅὐ-ὗὙὛὝὟ-\u1f7d\u1f80-\u1fb4\u1fb6-\u1fbc\u1fbe\u1fc2-\u1fc4\u1fc6-\u1fcc"
+    "\u1fd0-\u1fd3\u1fd6-\u1fdb\u1fe0-\u1fec\u1ff2-\u1ff4\u1ff6-\u1ffcℂℇℊ-ℓℕℙ-ℝℤ\u2126ℨ"
+    "\u212a-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲"
+    "𑢠-𑣟𞤀-𞥃")
 DEEPSEEK_CJK = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
 DEEPSEEK_LLM = (
     r"[\r\n]", rf"[\s]?[{DEEPSEEK_LETTERS}]+",
     "[\\s]?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
-    r"(?<![\s])[\s]+$",     # \s+$ can start at the start of a run only: looking back keeps it linear
+    r"(?<![\s])[\s]+$",     # \s+$ that tries only where a run of spaces starts, so it is linear
     DEEPSEEK_CJK, r"[\p{N}]+")
 DEEPSEEK_CODER = (r"[\r\n]", r"[\s]?[\p{L}]+", r"[\s]?[\p{P}]+", DEEPSEEK_CJK, r"[\p{N}]")
 DEEPSEEK_V3 = (
     r"[\p{N}]{1,3}", "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
-    r"[!-/:-@\[-`{-~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|" + LINES)
+    rf"[!-/:-@\[-`{{-~][A-Za-z]+|[^\r\n\p{{L}}\p{{P}}\p{{S}}]?[\p{{L}}\p{{M}}]+"
+    rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{LINES}")
 DEFAULT = (r"[\p{P}$+<=>^~|]+", GPT2, r"[\p{N}]+", "[0-9][0-9][0-9]")
 
 PRE_TOKENIZERS = {name: pre for names, pre in (
-    ("llama-bpe llama3 llama-v3 falcon3 pixtral", Pre((LLAMA3,), ignore_merges=True, add_bos=True)),
+    ("llama-bpe llama3 llama-v3 falcon3 pixtral",
+     Pre((LLAMA3,), ignore_merges=True, add_bos=True)),
     ("dbrx smaug-bpe glm4 chatglm-bpe", Pre((LLAMA3,))),
     ("qwen2 deepseek-r1-qwen megrez", Pre((QWEN2,))),
     ("qwen35", Pre((QWEN35,))),
@@ -133,7 +140,7 @@ PRE_TOKENIZERS = {name: pre for names, pre in (
 
 @lru_cache(maxsize=None)
 def _compile(pattern):
-    """Returns the pattern for `re`, and whether it runs on stand-ins or (listed ranges) on the text."""
+    """Returns the pattern for `re`, and whether it is to run on the stand-ins or on the text."""
     plain = re.sub(r"\\p\{\w+\}|\\s", lambda match: CLASSES[match[0]], pattern)
     return re.compile(plain), r"\p" in pattern
 
@@ -199,6 +206,8 @@ def merge(symbols, joins):
 # ---- Tokenizer -----------------------------------------------------------------------------------
 
 SPACE_MARK = "▁"                # SentencePiece writes a space as this
+ASCII_SPACES = re.compile(r"[ \t-\r]*")
+KEEP_SPACE_AFTER = ("<unk>", "<s>", "<|endoftext|>")    # unlike the other special tokens of Phi-3
 
 
 def _byte_alphabet():
@@ -213,7 +222,7 @@ BYTE_OF = {char: byte for byte, char in enumerate(ALPHABET)}
 
 
 class Tokenizer:
-    """The tokenizer that a GGUF file describes. Raises ModelError if it cannot be used.
+    """The tokenizer that a GGUF file describes; threads may share one. Raises ModelError.
 
     model: "gpt2" (BPE) or "llama" (SentencePiece); pre: name of the BPE pre-tokenizer or None;
     n_vocab; tokens: list of bytes as in the file; bos_id, eos_id: int or None; add_bos: bool;
@@ -234,28 +243,30 @@ class Tokenizer:
                              f"supported are {', '.join(PRE_TOKENIZERS)}")
         self.tokens = fields.strings("tokenizer.ggml.tokens")
         self.n_vocab = len(self.tokens)
+        if not self.n_vocab:
+            raise ModelError(f"tokenizer.ggml.tokens is empty; {CONVERT}")
         if bpe:
             self._merges = fields.strings("tokenizer.ggml.merges")
         else:
             self._scores = fields.numbers("tokenizer.ggml.scores", "iuf", self.n_vocab)
-        self._types = fields.numbers("tokenizer.ggml.token_type", "iu", self.n_vocab, NORMAL).tolist()
-        if not set(self._types) <= set(range(BYTE + 1)):
+        types = fields.numbers("tokenizer.ggml.token_type", "iu", self.n_vocab, NORMAL)
+        if types.min() < 0 or types.max() > BYTE:
             raise ModelError(f"tokenizer.ggml.token_type has values outside 0..{BYTE}; {CONVERT}")
+        self._types = np.where(types == UNDEFINED, NORMAL, types).tolist()
 
         self.bos_id = fields.index("tokenizer.ggml.bos_token_id", self.n_vocab, None if bpe else 1)
         self.eos_id = fields.index("tokenizer.ggml.eos_token_id", self.n_vocab, None if bpe else 2)
-        self._unknown_id = fields.index("tokenizer.ggml.unknown_token_id", self.n_vocab)
         pre_adds_bos = PRE_TOKENIZERS[self.pre].add_bos if bpe else True
         self.add_bos = fields.flag("tokenizer.ggml.add_bos_token",
                                    pre_adds_bos and self.bos_id is not None)
         if self.add_bos and self.bos_id is None:
-            raise ModelError("tokenizer.ggml.add_bos_token is true but there is no bos_token_id; "
+            raise ModelError("tokenizer.ggml.add_bos_token is true, but there is no bos_token_id; "
                              + CONVERT)
         self.add_space_prefix = not bpe and fields.flag("tokenizer.ggml.add_space_prefix", True)
         # The file does not say which tokens swallow the white space after them: those of Phi-3 do.
         name = fields.string("general.name", "").lower()
         self._strips_after_special = "phi-3" in name or "phi3" in name or (
-            not bpe and fields.string("general.architecture", "") == "phi3")
+            fields.string("general.architecture", "") == "phi3" and not bpe)
         ends = {fields.index("tokenizer.ggml." + key, self.n_vocab) for key in END_IDS}
         self.eos_ids = self._find_end_ids(ends | {self.eos_id})
         self._mark_control_tokens()
@@ -292,7 +303,7 @@ class Tokenizer:
         described = {
             "model": self.model, "pre": self.pre, "tokens": self.n_vocab,
             "control_tokens": self._types.count(CONTROL), "bos": named(self.bos_id),
-            "eos": named(self.eos_id), "end_of_generation": [named(id) for id in sorted(self.eos_ids)],
+            "eos": named(self.eos_id), "end_ids": [named(id) for id in sorted(self.eos_ids)],
             "add_bos": self.add_bos, "add_space_prefix": self.add_space_prefix}
         if self.model == "gpt2":
             described["merges"] = len(self._merges)
@@ -308,7 +319,8 @@ class Tokenizer:
 
         Raises ModelError for merges that name no token.
         """
-        self._special_tokens, self._byte_ids, self._joins
+        self._special_tokens, self._byte_ids
+        self._bpe_joins if self.model == "gpt2" else self._tokens_start_words
         return self
 
     def encode(self, text, special=False, bos=False):
@@ -318,22 +330,33 @@ class Tokenizer:
         user wrote. bos: begin with the BOS token if the model wants one (add_bos). EOS is never
         added: what is encoded here is going to be continued.
         """
+        return self.encode_parts([(text, special)], bos)
+
+    def encode_parts(self, parts, bos=False):
+        """Returns the ids of one text given as parts (text, special), as in a rendered template.
+
+        Words are cut as in the whole text, but special tokens are looked for inside a part only.
+        """
+        fragments = []                          # special tokens as int, the text between as str
+        for text, special in parts:
+            for fragment in self._partition(_without_surrogates(text), special):
+                if fragments and isinstance(fragment, str) and isinstance(fragments[-1], str):
+                    fragment = fragments.pop() + fragment
+                fragments.append(fragment)
         ids = [self.bos_id] if bos and self.add_bos else []
-        after_special = False
-        for part in self._partition(_without_surrogates(text), special):
-            if isinstance(part, int):
-                ids.append(part)
+        for previous, fragment in zip([None, *fragments], fragments):
+            if isinstance(fragment, int):
+                ids.append(fragment)
             elif self.model == "gpt2":
-                self._encode_pieces(split(part, PRE_TOKENIZERS[self.pre]), ids)
+                self._encode_pieces(split(fragment, PRE_TOKENIZERS[self.pre]), ids)
             else:
-                self._encode_pieces(self._split_spm(part, after_special), ids)
-            after_special = isinstance(part, int)
+                self._encode_pieces(self._split_spm(fragment, previous is not None), ids)
         return ids
 
     def _partition(self, text, special):
         """Yields the special tokens in text as ids and what is between them as str."""
         at = 0
-        wanted = (CONTROL, UNKNOWN, USER_DEFINED) if special else (USER_DEFINED,)
+        wanted = SPECIAL if special else (USER_DEFINED,)
         found = {token: id for token, id in self._special_tokens.items()
                  if self._types[id] in wanted and token in text}
         if found:
@@ -342,23 +365,22 @@ class Tokenizer:
                     yield text[at:match.start()]
                 yield found[match[0]]
                 at = match.end()
-                if self._strips_after_special and match[0] not in ("<unk>", "<s>", "<|endoftext|>"):
-                    at = re.compile(r"[ \t-\r]*").match(text, at).end()
+                if self._strips_after_special and match[0] not in KEEP_SPACE_AFTER:
+                    at = ASCII_SPACES.match(text, at).end()
         if at < len(text):
             yield text[at:]
 
     def _split_spm(self, text, after_special):
-        """Returns pieces of text that tokens do not cross, with the space that the model expects."""
-        text = text.replace(" ", SPACE_MARK)
-        pieces = []
+        """Returns pieces that no token crosses, with the space prefix that the model expects."""
+        text, prefix = text.replace(" ", SPACE_MARK), []
         if self.add_space_prefix:
             if after_special and text.startswith(SPACE_MARK):
-                pieces = [SPACE_MARK]   # trained so: it does not become one token with the text's own
+                prefix = [SPACE_MARK]   # in training it was not merged with the text's own spaces
             else:
                 text = SPACE_MARK + text
-        if self._tokens_start_words:
-            return pieces + re.findall(f"{SPACE_MARK}*[^{SPACE_MARK}]+|{SPACE_MARK}+", text)
-        return pieces + [text]
+        if not self._tokens_start_words:
+            return prefix + [text]
+        return prefix + re.findall(f"{SPACE_MARK}*[^{SPACE_MARK}]+|{SPACE_MARK}+", text)
 
     def _encode_pieces(self, pieces, ids):
         """Appends the tokens of each piece to ids."""
@@ -380,11 +402,10 @@ class Tokenizer:
             if id is not None:
                 return [id]
         symbols = [self._byte_ids[byte] for byte in data]
-        return merge([id for id in symbols if id is not None], self._joins.get)
+        return merge([id for id in symbols if id is not None], self._bpe_joins.get)
 
     def _spm(self, piece):
-        ids = []
-        joins = self._joins
+        ids, joins = [], self._spm_joins
         for symbol in merge(piece, lambda pair: joins.get(pair[0] + pair[1])):
             data = symbol.encode()
             id = self._ordinary.get(data)
@@ -395,36 +416,32 @@ class Tokenizer:
 
     @cached_property
     def _ordinary(self):
-        """Token (bytes) -> id, for the tokens that merging may produce. The first of equals counts."""
+        """Token (bytes) -> id of what merging may produce. Of equal tokens the first counts."""
         return {token: id for id, token in reversed(list(enumerate(self.tokens)))
-                if token and self._types[id] in (0, NORMAL, USER_DEFINED)}
+                if token and self._types[id] in (NORMAL, USER_DEFINED)}
 
     @cached_property
     def _special_tokens(self):
-        """Text -> id of the tokens that are looked for in the text itself, longest text first."""
+        """Text -> id of the tokens that are found in a text as they are, longest first."""
         special = {}
         for id, token in enumerate(self.tokens):
-            if token and self._types[id] in (CONTROL, UNKNOWN, USER_DEFINED):
-                special.setdefault(_shown(token), id)
+            text = _shown(token)
+            if token and self._types[id] in SPECIAL and text.encode() == token:
+                special.setdefault(text, id)
         return dict(sorted(special.items(), key=lambda item: -len(item[0])))
 
     @cached_property
     def _byte_ids(self):
-        """The id of each byte: list of 256; the unknown token's (or None) where there is none."""
+        """The token of each byte, list of 256; else the unknown token or None (byte dropped)."""
+        unknown = self._types.index(UNKNOWN) if UNKNOWN in self._types else None
         if self.model == "gpt2":
-            names, index = [char.encode() for char in ALPHABET], self._ordinary
-        else:
-            names = [b"<0x%02X>" % byte for byte in range(256)]
-            index = {token: id for id, token in enumerate(self.tokens) if self._types[id] == BYTE}
-        return [index.get(name, self._unknown_id) for name in names]
+            return [self._ordinary.get(char.encode(), unknown) for char in ALPHABET]
+        index = {token: id for id, token in enumerate(self.tokens) if self._types[id] == BYTE}
+        return [index.get(b"<0x%02X>" % byte, unknown) for byte in range(256)]
 
     @cached_property
-    def _joins(self):
-        """BPE: (left id, right id) -> (rank, id). SPM: joined text -> (-score, joined text)."""
-        if self.model == "llama":
-            return {text: (-score, text) for text, score in (
-                (token.decode(errors="replace"), self._scores[id].item())
-                for token, id in self._ordinary.items())}
+    def _bpe_joins(self):
+        """(left id, right id) -> (rank, id of both together)."""
         index, joins = self._ordinary, {}
         others = set(self.tokens) - index.keys()
         for rank, text in enumerate(self._merges):
@@ -435,20 +452,26 @@ class Tokenizer:
                 joins.setdefault(ids[:2], (rank, ids[2]))
             elif space < 0 or any(token not in index and token not in others
                                   for token in (left, right, left + right)):
-                raise ModelError(f"tokenizer.ggml.merges[{rank}] = {_shown(text)!r} names no token; "
-                                 + CONVERT)
+                raise ModelError(f"tokenizer.ggml.merges[{rank}] {_shown(text)[:40]!r} "
+                                 f"names no token; {CONVERT}")
         return joins
 
     @cached_property
+    def _spm_joins(self):
+        """Text that is a token -> (-score, text)."""
+        return {text: (-self._scores[id].item(), text) for text, id in (
+            (_shown(token), id) for token, id in self._ordinary.items())}
+
+    @cached_property
     def _tokens_start_words(self):
-        """True if no token has a space after something else: then words can be encoded one by one."""
-        inside = re.compile(f"[^{SPACE_MARK}]{SPACE_MARK}")
-        return not any(map(inside.search, self._joins))
+        """True if no token has a space after something else, so that words can be cut apart."""
+        inside_word = re.compile(f"[^{SPACE_MARK}]{SPACE_MARK}")
+        return not any(map(inside_word.search, self._spm_joins))
 
     # -- decoding
 
     def token_bytes(self, id, special=False):
-        """The bytes that a token stands for. special: control tokens give their text, not nothing."""
+        """The bytes that a token stands for; control tokens stand for none unless special."""
         if not 0 <= id < self.n_vocab:
             raise RequestError(f"token id {id} is outside the vocabulary of {self.n_vocab} tokens",
                                param="tokens")
@@ -476,8 +499,8 @@ class Tokenizer:
         return Stream(self, special, after)
 
     def is_special(self, id):
-        """True for tokens that are found in the text as they are: control and added tokens."""
-        return self._types[id] in (CONTROL, UNKNOWN, USER_DEFINED)
+        """True for tokens that are found in a text as they are: control and added tokens."""
+        return self._types[id] in SPECIAL
 
 
 class Stream:
@@ -506,8 +529,7 @@ class Stream:
 
 # ---- Helpers -------------------------------------------------------------------------------------
 
-CONVERT = "convert or download the model again"
-REQUIRED = object()
+REQUIRED = object()             # default of metadata that must be there
 
 
 def _wrong(key, kind):
@@ -519,7 +541,7 @@ def _shown(token):
 
 
 def _without_surrogates(text):
-    """Half surrogate pairs (from JSON or the command line) become U+FFFD: no file can hold them."""
+    """Lone surrogates (JSON and the command line can give them) become U+FFFD."""
     try:
         text.encode()
         return text
@@ -528,7 +550,7 @@ def _without_surrogates(text):
 
 
 class _Fields:
-    """Typed access to metadata. Each method raises ModelError if the value is not what it must be."""
+    """Typed access to metadata: each method raises ModelError for a value of another type."""
 
     def __init__(self, metadata):
         self._metadata = metadata
@@ -559,7 +581,7 @@ class _Fields:
     def numbers(self, key, kinds, count, default=REQUIRED):
         """Returns an array of count numbers whose NumPy kind is among kinds."""
         values = self._get(key, default)
-        if values is default:
+        if self._metadata.get(key) is None:
             return np.full(count, default)
         try:
             values = np.asarray(values)

@@ -107,7 +107,9 @@ def describe_kv(cfg, card, weight_bytes):
 def describe_tokenizer(gguf, needed):
     """What the tokenizer says of itself, or why there is none: an error only if it is needed."""
     try:
-        return Tokenizer(gguf.metadata).prepare().describe()
+        tokenizer = Tokenizer(gguf.metadata)
+        tokenizer.prepare()
+        return tokenizer.describe()
     except ModelError as error:
         if needed:
             raise

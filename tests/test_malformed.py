@@ -92,7 +92,7 @@ CASES = {
     "cut in a string value": (cut_after(b"general.name", 13), "'general.name' goes on past"),
     "cut in a number": (cut_after(b"llama.block_count", 6), "'llama.block_count' goes on"),
     "cut in an array's head": (cut_after(b"ggml.tokens", 8), "ggml.tokens"),
-    "cut in an array of strings": (cut_after(b"ggml.tokens", 34), "string of 'tokenizer.ggml.tok"),
+    "cut in an array of strings": (cut_after(b"ggml.tokens", 70), "string of 'tokenizer.ggml.tok"),
     "cut in an array of numbers": (cut_after(b"ggml.token_type", 20), "ggml.token_type' goes on"),
     "cut between keys": (cut_after(b"ab c"), "metadata key"),
     "cut in a tensor name": (cut_after(b"blk.0.attn_v"), "name of a tensor"),
@@ -111,6 +111,7 @@ CASES = {
     "a key of 2^64 - 1 bytes": (with_key(HUGE), "metadata key goes on"),
     "a key of 1000 bytes": (with_key(c.entry("k" * 1000, 1)), "1000 bytes; at most"),
     "a key that is not UTF-8": (with_key(c.entry(b"\xff\xfe", 1)), "not UTF-8"),
+    "a key with a line break": (with_key(c.entry("a\nb", 1)), "control characters"),
     "a string of 2^40 bytes": (with_key(c.key("k", c.STRING, struct.pack("<Q", 1 << 40))), "'k' "),
     "an array of 2^61 numbers": (with_key(c.array("k", c.U32, 1 << 61, b"")), "'k' goes on past"),
     "an array of 2^64 - 1 bytes": (with_key(c.array("k", c.U8, (1 << 64) - 1, b"")), "'k' goes on"),
@@ -176,7 +177,7 @@ CASES = {
     "yarn by infinity": (tiny(
         {SCALING + "type": "yarn", SCALING + "factor": float("inf")}), "not inf"),
     "yarn on a base of 1": (tiny(
-        {SCALING + "type": "yarn", SCALING + "factor": 2.0, "llama.rope.freq_base": 1.0}), "above 1"),
+        {SCALING + "type": "yarn", SCALING + "factor": 2.0, "llama.rope.freq_base": 1.0}), "above"),
     "longrope without tables": (key_is(SCALING + "type", "longrope"), "needs the tensors"),
     # tensors that do not fit the metadata
     "no token table": (tensor_is("token_embd.weight", DROP), "'token_embd.weight'"),
@@ -198,7 +199,7 @@ CASES = {
     "a tensor without a place": (
         tensor_is("blk.0.attn_sinks.weight", vector(1)), "attn_sinks.*no place"),
     "a bias for q only": (tensor_is("blk.0.attn_q.bias", vector(*[0] * 32)), "attn_k.bias"),
-    "a bias for k only": (tensor_is("blk.0.attn_k.bias", vector(*[0] * 16)), "no place"),
+    "a bias for k only": (tensor_is("blk.0.attn_k.bias", vector(*[0] * 16)), "attn_q.bias"),
     "a short RoPE table": (tensor_is("rope_freqs.weight", vector(1, 1, 1)), "shape"),
     "a RoPE table with 0": (tensor_is("rope_freqs.weight", vector(1, 0, 1, 1)), "positive"),
     "the long RoPE table only": (
@@ -225,12 +226,12 @@ SPARSE_CASES = {
     "a key of 8 GB": (with_key(struct.pack("<Q", 8 << 30)), "metadata key goes on"),
     "a string of 8 GB": (with_key(c.key("k", c.STRING, struct.pack("<Q", 8 << 30))), "'k' goes on"),
     "an array of 2^30 strings": (with_key(c.array("k", c.STRING, 1 << 30, b"")), "1073741824"),
-    "an array of 8,000,000 strings": (
-        with_key(c.array("k", c.STRING, 8_000_000, b""), c.entry("l", 1)), "."),
+    "an array of 4,000,000 strings": (
+        with_key(c.array("k", c.STRING, 4_000_000, b""), c.entry("l", 1)), "."),
     "an array with a string of 8 GB": (
         with_key(c.array("k", c.STRING, 2, struct.pack("<Q", 8 << 30))), "a string of 'k'"),
     "an array of 2^31 numbers": (with_key(c.array("k", c.U32, 1 << 31, b"")), "'k' goes on past"),
-    "a string of 60 MB": (with_key(c.key("k", c.STRING, struct.pack("<Q", 60 << 20))), "."),
+    "a string of 30 MB": (with_key(c.key("k", c.STRING, struct.pack("<Q", 30 << 20))), "."),
 }
 ALL = [pytest.param(data, message, size, id=name)
        for cases, size in ((CASES, 0), (SPARSE_CASES, SPARSE))
@@ -272,7 +273,8 @@ def test_one_clear_line(data, message, size, tmp_path):
 
 
 def test_every_truncation_is_noticed(tmp_path):
-    for length in range(len(VALID)):
+    header = VALID.index(b"blk.0.ffn_down.weight") + 100
+    for length in [*range(header), *range(header, len(VALID), 97)]:
         with pytest.raises(ModelError):
             use(write(tmp_path / "cut.gguf", VALID[:length]))
 
@@ -290,24 +292,30 @@ def test_what_is_no_file(kind, tmp_path):
 
 
 MEASURE = """
-import resource, sys, test_malformed
+import os, sys, test_malformed
 for path in sys.argv[1:]:
-    try:
-        test_malformed.use(path)
-    except test_malformed.ModelError:
-        continue
-    sys.exit(f"{path} was accepted")
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+    child = os.fork()
+    if child == 0:
+        try:
+            test_malformed.use(path)
+        except test_malformed.ModelError:
+            os._exit(0)
+        os._exit(1)
+    _, status, usage = os.wait4(child, 0)
+    print(status, usage.ru_maxrss)
 """
 
 
 def test_memory(tmp_path):
-    """One process reads all the files; its peak bounds that of each."""
+    """Each file in a fresh process: its peak, the interpreter and the packages included."""
     paths = [write(tmp_path / f"{i}.gguf", *case.values[::2]) for i, case in enumerate(ALL)]
     done = subprocess.run([sys.executable, "-c", MEASURE, *paths], capture_output=True, text=True,
                           cwd=ROOT, env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"})
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout) < KILOBYTES
+    lines = done.stdout.splitlines()
+    assert len(lines) == len(ALL), done.stderr
+    for case, line in zip(ALL, lines):
+        status, kilobytes = map(int, line.split())
+        assert status == 0 and kilobytes < KILOBYTES, case.id
 
 
 CLI_CASES = ["empty", "big endian", "cut in a string value", "an array of 2^61 numbers",
@@ -361,7 +369,7 @@ def test_fuzz(source, tmp_path, monkeypatch):
     data = VALID if source == "tiny" else GOLDEN.read_bytes()
     header = data.index(b"blk.0.ffn_norm.weight") + 500 if source == "golden" else len(data) // 2
     path, refused = tmp_path / "flipped.gguf", 0
-    count = 10_000 if os.environ.get("LEONE_TEST_LONG") else 1_000
+    count = 20_000 if os.environ.get("LEONE_TEST_LONG") else 1_000
     for seed in range(count):
         changed, places = flip(data, np.random.default_rng(seed), header)
         path.write_bytes(changed)

@@ -1,0 +1,2038 @@
+// Leone's kernels. The NumPy function of the same name in reference.py says what a kernel computes;
+// kernels whose name begins with that of an op are parts of it.
+//
+//     linear     weights in packed 4 to 16 bit formats times rows of activations; embed; repacking
+//     small      rmsnorm, rope_angles, rope_kv, silu_mul, copy_page
+//     attention  paged, in segments of 256 positions
+//     sample     penalties, filters and the drawn token
+//
+// What a row gets never depends on the other rows of a launch. Sums have one order, whichever
+// kernel computes them; there are no float atomics.
+
+// ---------------------------------------------------------------------------------------------
+// Common: types, warp reductions, half conversions
+// ---------------------------------------------------------------------------------------------
+#include <cuda_fp16.h>
+#include <stdint.h>
+
+#define KERNEL extern "C" __global__ void
+constexpr unsigned ALL_LANES = 0xffffffffu;
+
+// Butterfly: every lane ends with the same sum, added in the same order whatever the grid.
+__device__ __forceinline__ float warp_sum(float x) {
+#pragma unroll
+    for (int o = 16; o > 0; o >>= 1) x = __fadd_rn(x, __shfl_xor_sync(ALL_LANES, x, o));
+    return x;
+}
+
+__device__ __forceinline__ float warp_max(float x) {
+#pragma unroll
+    for (int o = 16; o > 0; o >>= 1) x = fmaxf(x, __shfl_xor_sync(ALL_LANES, x, o));
+    return x;
+}
+
+// The power of two that brings `largest` into [2^14, 2^15): f16 activations use it as row scale.
+// Returns the factor to multiply by; its inverse is exact. Zero or non-finite rows get 1.
+__device__ __forceinline__ float row_scale_factor(float largest) {
+    int exponent = int(__float_as_uint(largest) >> 23 & 255) - 127;
+    if (largest == 0.0f || exponent == 128) return 1.0f;
+    exponent = min(max(14 - exponent, -100), 100);
+    return __uint_as_float(unsigned(exponent + 127) << 23);
+}
+
+// D += A B: A 16 weight rows x 16 k, B 16 k x 8 tokens, f16 inputs, f32 accumulators.
+__device__ __forceinline__ void mma_16x8x16(float (&d)[4], const unsigned (&a)[4], unsigned b0,
+                                            unsigned b1) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+        "{%0,%1,%2,%3};\n"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// ---------------------------------------------------------------------------------------------
+// linear: y = x W^T. Weights stay quantised in memory and become f16 in registers.
+//
+// One order of summation, whatever the number of rows. Weights are the 16-row side of the tensor
+// core product, tokens its 8-column side. K is walked in chunks of 64 (4 products of 16). Four
+// chunks are a part: it sums from zero, and part sums are added in index order.
+//
+// Lane 4g+t owns, of each chunk, k = 16t .. 16t+15 of the weight rows g and g+8 of a 16-row tile
+// and of token g. Product j takes k = 16t+4j .. 16t+4j+3 from every lane: a permutation of K that
+// both sides share. So a lane's nibbles of a chunk are one 16-byte load, its activations two.
+//
+// A packed tile of 16 rows:  chunks  [chunk][32 lanes][WORDS], 512-byte planes of 16 bytes a lane
+//                            scales  [part][RECORDS][RECORD_BYTES], what a lane needs for a part
+//                            blocks  [part][8 g][BLOCK_BYTES / 8], f16 scales per 256 (K formats)
+//
+// A small integer n in the low bits of an f16 is n * 2^-24. One fma with the scale * 2^24 gives
+// scale * n + offset with one rounding; fields four bits higher take the scale * 2^20. For this
+// each weight row is multiplied by a power of two, taken out of the sum again (`weight_scale`).
+// ---------------------------------------------------------------------------------------------
+
+// The order is that of FORMATS in device.py. BF16 and F32 are packed as F16.
+enum WeightFormat { Q4_K, Q5_K, Q6_K, Q8_0, Q4_0, Q4_1, F16, BF16, F32 };
+
+constexpr int TILE_ROWS = 16;
+constexpr int CHUNK = 64;
+constexpr int PART_CHUNKS = 4;
+
+// f16 pairs
+constexpr unsigned HALF2_2_M4 = 0x2c002c00, HALF2_M2_M17 = 0x80808080, HALF2_M2_M19 = 0x80208020,
+                   HALF2_M2_M21 = 0x80088008, HALF2_M64 = 0xd400d400, HALF2_1024 = 0x64006400,
+                   HALF2_M1152 = 0xe480e480, HALF2_64 = 0x54005400;
+
+template <int FORMAT>
+struct Packed {
+    static constexpr bool K_SCALES = FORMAT == Q4_K || FORMAT == Q5_K;
+    static constexpr bool WHOLE_PARTS = K_SCALES || FORMAT == Q6_K;  // their K is a multiple of 256
+    // 32-bit words of a lane: of a chunk, of a part's scales
+    static constexpr int WORDS = FORMAT == Q5_K   ? 5
+                                 : FORMAT == Q6_K ? 6
+                                 : FORMAT == Q8_0 ? 8
+                                 : FORMAT == F16  ? 16
+                                                  : 4;
+    static constexpr int RECORDS = FORMAT == F16 ? 0 : FORMAT == Q6_K ? 32 : 16;
+    static constexpr int RECORD_BYTES = FORMAT == Q6_K ? 8 : FORMAT == Q4_1 ? 32 : 16;
+    static constexpr int BLOCK_BYTES = K_SCALES ? 64 : FORMAT == Q6_K ? 32 : 0;
+    static constexpr int SCALE_WORDS =
+        FORMAT == F16 ? 1 : RECORD_BYTES / 4 + BLOCK_BYTES / 32;  // 1: an array has no 0 elements
+    static constexpr int CHUNK_BYTES = 128 * WORDS;
+    static constexpr int SCALE_BYTES = RECORDS * RECORD_BYTES;
+
+    static __device__ __forceinline__ int scales_at(int chunks) { return chunks * CHUNK_BYTES; }
+    static __device__ __forceinline__ int blocks_at(int chunks, int parts) {
+        return scales_at(chunks) + parts * SCALE_BYTES;
+    }
+    static __device__ __forceinline__ int64_t tile_bytes(int chunks) {
+        const int parts = (chunks + PART_CHUNKS - 1) / PART_CHUNKS;
+        return (blocks_at(chunks, parts) + parts * BLOCK_BYTES + 127) / 128 * 128;
+    }
+};
+
+template <int N>
+struct Is {
+    static constexpr int VALUE = N;
+};
+
+// Calls body(Is<FORMAT>) for a packed format that is known at run time.
+template <typename Body>
+__device__ __forceinline__ void with_format(int format, Body body) {
+    switch (format) {
+        case Q4_K: return body(Is<Q4_K>());
+        case Q5_K: return body(Is<Q5_K>());
+        case Q6_K: return body(Is<Q6_K>());
+        case Q8_0: return body(Is<Q8_0>());
+        case Q4_0: return body(Is<Q4_0>());
+        case Q4_1: return body(Is<Q4_1>());
+        case F16: return body(Is<F16>());
+    }
+}
+
+__device__ __forceinline__ unsigned fma2(unsigned a, unsigned b, unsigned c) {
+    unsigned d;
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+    return d;
+}
+__device__ __forceinline__ unsigned mul2(unsigned a, unsigned b) {
+    unsigned d;
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+    return d;
+}
+__device__ __forceinline__ unsigned add2(unsigned a, unsigned b) {
+    unsigned d;
+    asm("add.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+    return d;
+}
+__device__ __forceinline__ unsigned both_low(unsigned x) {
+    unsigned d;
+    asm("{.reg .f16 low, high; mov.b32 {low, high}, %1; mov.b32 %0, {low, low};}" : "=r"(d) : "r"(x));
+    return d;
+}
+__device__ __forceinline__ unsigned both_high(unsigned x) {
+    unsigned d;
+    asm("{.reg .f16 low, high; mov.b32 {low, high}, %1; mov.b32 %0, {high, high};}" : "=r"(d) : "r"(x));
+    return d;
+}
+__device__ __forceinline__ unsigned rotate_right_8(unsigned x) { return __byte_perm(x, x, 0x0321); }
+
+// Weights are read once by one warp: past L1, which is left to the activations.
+__device__ __forceinline__ void load_4(const uint8_t* p, unsigned* words) {
+    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+                 : "l"(p));
+}
+__device__ __forceinline__ void load_2(const uint8_t* p, unsigned* words) {
+    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v2.u32 {%0,%1}, [%2];"
+                 : "=r"(words[0]), "=r"(words[1])
+                 : "l"(p));
+}
+__device__ __forceinline__ void load_1(const uint8_t* p, unsigned* words) {
+    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.u32 %0, [%1];" : "=r"(words[0]) : "l"(p));
+}
+
+// This lane's words of one chunk of a packed tile.
+template <int FORMAT>
+__device__ __forceinline__ void load_chunk(const uint8_t* tile, int chunk, int lane,
+                                           unsigned (&words)[Packed<FORMAT>::WORDS]) {
+    constexpr int WORDS = Packed<FORMAT>::WORDS;
+    tile += chunk * Packed<FORMAT>::CHUNK_BYTES;
+#pragma unroll
+    for (int i = 0; i < WORDS / 4; i++) load_4(tile + 512 * i + 16 * lane, words + 4 * i);
+    if constexpr (FORMAT == Q5_K) load_1(tile + 512 + 4 * lane, words + 4);
+    if constexpr (FORMAT == Q6_K) load_2(tile + 512 + 8 * lane, words + 4);
+}
+
+// This lane's scale words of one part. Lanes 2i and 2i+1 share a block of 32 weights.
+template <int FORMAT>
+__device__ __forceinline__ void load_scales(const uint8_t* tile, int chunks, int part, int lane,
+                                            unsigned (&words)[Packed<FORMAT>::SCALE_WORDS]) {
+    using P = Packed<FORMAT>;
+    const int parts = (chunks + PART_CHUNKS - 1) / PART_CHUNKS;
+    const uint8_t* scales = tile + P::scales_at(chunks) + part * P::SCALE_BYTES;
+    const uint8_t* blocks = tile + P::blocks_at(chunks, parts) + part * P::BLOCK_BYTES;
+    if constexpr (P::RECORDS == 16) load_4(scales + 16 * (lane >> 1), words);
+    if constexpr (FORMAT == Q4_1) load_4(scales + 256 + 16 * (lane >> 1), words + 4);
+    if constexpr (FORMAT == Q6_K) load_2(scales + 8 * lane, words);
+    if constexpr (P::K_SCALES) load_2(blocks + 8 * (lane >> 2), words + 4);
+    if constexpr (FORMAT == Q6_K) load_1(blocks + 4 * (lane >> 2), words + 2);
+}
+
+// What turns the integers of one chunk into weights, as f16 pairs, for the rows g and g+8:
+// scale * 2^24 for fields at bit 0, scale * 2^20 for fields at bit 4, and what is added.
+struct ChunkScales {
+    unsigned low[2], high[2], offset[2];
+};
+
+// Scales of chunk c (0..3, known at compile time) of the part whose words these are.
+template <int FORMAT>
+__device__ __forceinline__ ChunkScales
+decode_scales(const unsigned (&words)[Packed<FORMAT>::SCALE_WORDS], int c) {
+    ChunkScales s = {};
+    if constexpr (Packed<FORMAT>::K_SCALES) {
+        // A half holds 6 bits of row g at bit 4 and of row g+8 at bit 10: scale low, min high.
+        // Or-ed into the f16 64.0 they are 64 + n; fma with -64 d leaves d n, rounded once.
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            const unsigned d = words[4 + r];  // d * 2^24, -dmin * 2^19
+            const unsigned n = ((words[c] >> 6 * r) & 0x03f003f0) | HALF2_64;
+            const unsigned product = fma2(n, d, mul2(d, HALF2_M64));
+            const unsigned shifted = mul2(product, 0x00202c00);  // 2^-4 low, 2^-19 high
+            s.low[r] = both_low(product);
+            s.high[r] = both_low(shifted);
+            s.offset[r] = both_high(shifted);
+        }
+    } else if constexpr (FORMAT == Q4_1) {
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            s.low[r] = both_low(words[2 * c + r]);
+            s.high[r] = mul2(s.low[r], HALF2_2_M4);
+            s.offset[r] = both_high(words[2 * c + r]);
+        }
+    } else if constexpr (FORMAT != F16) {
+        unsigned low;  // row g low, row g+8 high
+        if constexpr (FORMAT == Q6_K) {
+            // Bytes of scale + 128: chunks 2i and 2i+1 of row g, then of row g+8.
+            const unsigned n = ((words[c / 2] >> 8 * (c % 2)) & 0x00ff00ff) | HALF2_1024;
+            low = mul2(add2(n, HALF2_M1152), words[2]);
+        } else {
+            low = words[c];
+        }
+        // Zero of the unsigned integers: 32, 128 or 8.
+        const unsigned high = mul2(low, HALF2_2_M4);
+        const unsigned offset = mul2(low, FORMAT == Q6_K   ? HALF2_M2_M19
+                                          : FORMAT == Q8_0 ? HALF2_M2_M17
+                                                           : HALF2_M2_M21);
+        s.low[0] = both_low(low), s.low[1] = both_high(low);
+        s.high[0] = both_low(high), s.high[1] = both_high(high);
+        s.offset[0] = both_low(offset), s.offset[1] = both_high(offset);
+    }
+    return s;
+}
+
+// The weights of products 2 * half and 2 * half + 1 of a chunk, as their A operands.
+template <int FORMAT>
+__device__ __forceinline__ void dequantise(const unsigned (&words)[Packed<FORMAT>::WORDS],
+                                           const ChunkScales& s, int half, unsigned (&a)[2][4]) {
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+            if constexpr (FORMAT == F16) {
+                a[j][r] = words[8 * r + 4 * half + 2 * j];
+                a[j][2 + r] = words[8 * r + 4 * half + 2 * j + 1];
+                continue;
+            }
+            unsigned low, high;  // k, k+1 and k+2, k+3
+            if constexpr (FORMAT == Q8_0) {
+                low = words[4 * r + 2 * half + j] & 0x00ff00ff;
+                high = (words[4 * r + 2 * half + j] >> 8) & 0x00ff00ff;
+            } else {
+                const unsigned nibbles = words[2 * r + half] >> 8 * j;
+                low = nibbles & 0x000f000f;
+                high = nibbles & 0x00f000f0;
+            }
+            if constexpr (FORMAT == Q5_K) {
+                const unsigned fifth =
+                    (r ? rotate_right_8(words[4]) : words[4]) >> (2 * half + j);
+                low |= fifth & 0x00100010;
+                high |= fifth & 0x01000100;
+            }
+            if constexpr (FORMAT == Q6_K) {
+                const unsigned upper =
+                    (half ? rotate_right_8(words[4 + r]) : words[4 + r]) >> 2 * j;
+                low |= upper & 0x00300030;
+                high |= upper & 0x03000300;
+            }
+            a[j][r] = fma2(low, s.low[r], s.offset[r]);
+            a[j][2 + r] = fma2(high, FORMAT == Q8_0 ? s.low[r] : s.high[r], s.offset[r]);
+        }
+    }
+}
+
+// D = A B: the first product of a part.
+__device__ __forceinline__ void mma_16x8x16_from_zero(float (&d)[4], const unsigned (&a)[4],
+                                                      unsigned b0, unsigned b1) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+        "{%10,%10,%10,%10};\n"
+        : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(0.0f));
+}
+
+// ---- what the kernels share: operands, the place of a block in the stack, the result ----------
+
+// *p if `real`, without a branch.
+__device__ __forceinline__ float load_if(bool real, const float* p, float otherwise) {
+    float x;
+    asm volatile("{.reg .pred p; setp.ne.u32 p, %1, 0; mov.f32 %0, %3; @p ld.global.f32 %0, [%2];}"
+                 : "=f"(x)
+                 : "r"(unsigned(real)), "l"(p), "f"(otherwise));
+    return x;
+}
+
+struct Product {
+    const __half* x;            // [rows, CHUNK * chunks]
+    const float* x_scale;       // [rows], powers of two, or null for 1
+    const float* weight_scale;  // [columns], powers of two
+    const float* bias;          // [columns] or null
+    float* y;                   // [rows, columns]
+    int rows, columns, chunks;
+    bool add;  // y += instead of y =
+
+    __device__ __forceinline__ float scale_of_token(int token) const {
+        return load_if(x_scale, x_scale + token, 1.0f);
+    }
+    __device__ __forceinline__ float bias_of(int column) const {
+        return load_if(bias, bias + column, 0.0f);
+    }
+};
+
+// One element of y from its sum and what it is added to. `scale` is that of the token times that of
+// the weight row, a power of two: exact.
+__device__ __forceinline__ float result(float sum, float scale, float bias, float before) {
+    return __fadd_rn(before, __fadd_rn(__fmul_rn(sum, scale), bias));
+}
+
+// A stack of row blocks of up to four formats. Their outputs lie side by side in y.
+struct Stack {
+    const uint8_t* packed[4];
+    int rows[4];
+    unsigned formats;  // 8 bits each
+};
+
+// The tiles of one block of the stack that a thread block works on.
+struct Place {
+    const uint8_t* packed;
+    int format, rows, column;  // of the row block: rows, first column of y
+    int tile;                  // first 16-row tile
+};
+
+// Thread block `index` takes `tiles` 16-row tiles of one row block; row blocks are not mixed.
+__device__ __forceinline__ Place place_in(const Stack& stack, int index, int tiles) {
+    Place place = {};
+    int column = 0;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const int blocks = (stack.rows[i] + TILE_ROWS * tiles - 1) / (TILE_ROWS * tiles);
+        if (index >= 0 && index < blocks)
+            place = {stack.packed[i], int(stack.formats >> 8 * i & 255), stack.rows[i], column,
+                     index * tiles};
+        index -= blocks;
+        column += stack.rows[i];
+    }
+    return place;
+}
+
+#define LINEAR_PARAMETERS                                                                       \
+    const __half *x, const float *x_scale, const float *weight_scale, const float *bias,        \
+        float *y, int rows, int columns, int chunks, int add, const uint8_t *packed0,           \
+        const uint8_t *packed1, const uint8_t *packed2, const uint8_t *packed3, int rows0,      \
+        int rows1, int rows2, int rows3, unsigned formats
+#define LINEAR_PRODUCT {x, x_scale, weight_scale, bias, y, rows, columns, chunks, add != 0}
+#define LINEAR_STACK {{packed0, packed1, packed2, packed3}, {rows0, rows1, rows2, rows3}, formats}
+
+// ---- few rows: a block per tile, its warps take the parts in turn ------------------------------
+
+constexpr int FEW_WARPS = 8;
+constexpr int FEW_STRIDE = 20;  // floats of a token's 16 sums in shared memory: no bank conflicts
+constexpr int FEW_SUMS = 32 * 8 * FEW_STRIDE;  // 32 parts of 8 tokens or 16 parts of 16
+
+template <int FORMAT, int TOKEN_TILES>
+__device__ __forceinline__ void linear_few(const Product& product, const Place& place,
+                                           float (&sums)[FEW_SUMS]) {
+    using P = Packed<FORMAT>;
+    constexpr int TOKENS = 8 * TOKEN_TILES;
+    constexpr int WINDOW = FEW_SUMS / (TOKENS * FEW_STRIDE);  // part sums that wait to be added
+    constexpr int AHEAD = P::WORDS > 8 ? 1 : P::WORDS == 8 ? 2 : 4;  // chunks loaded in advance
+
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
+    const int chunks = product.chunks, parts = (chunks + PART_CHUNKS - 1) / PART_CHUNKS;
+    const uint8_t* tile = place.packed + place.tile * P::tile_bytes(chunks);
+    const auto exists = [=](int part, int c) {
+        return P::WHOLE_PARTS ? part < parts : part * PART_CHUNKS + c < chunks;
+    };
+
+    unsigned words[AHEAD][P::WORDS], scales[P::SCALE_WORDS], next_scales[P::SCALE_WORDS];
+    uint4 b[2][TOKEN_TILES][2];
+    const auto load_weights = [&](int part, int c) {
+        if (exists(part, c))
+            load_chunk<FORMAT>(tile, part * PART_CHUNKS + c, lane, words[c % AHEAD]);
+    };
+    const uint4* x[TOKEN_TILES];  // tokens past the end: the last one again, its results are dropped
+#pragma unroll
+    for (int n = 0; n < TOKEN_TILES; n++)
+        x[n] = reinterpret_cast<const uint4*>(
+            product.x + int64_t(min(8 * n + g, product.rows - 1)) * chunks * CHUNK + 16 * t);
+    const auto load_tokens = [&](int part, int c) {
+        if (!exists(part, c)) return;
+#pragma unroll
+        for (int n = 0; n < TOKEN_TILES; n++) {
+            b[c & 1][n][0] = __ldg(x[n] + (part * PART_CHUNKS + c) * (CHUNK / 8));
+            b[c & 1][n][1] = __ldg(x[n] + (part * PART_CHUNKS + c) * (CHUNK / 8) + 1);
+        }
+    };
+
+#pragma unroll
+    for (int c = 0; c < AHEAD; c++) load_weights(warp, c);
+    if (warp < parts) load_scales<FORMAT>(tile, chunks, warp, lane, next_scales);
+    load_tokens(warp, 0);
+    float total = 0.0f;  // of token threadIdx.x / 16 and row threadIdx.x % 16
+    for (int window = 0; window < parts; window += WINDOW) {
+        const int window_parts = min(WINDOW, parts - window);
+        for (int part = window + warp; part < window + window_parts; part += FEW_WARPS) {
+#pragma unroll
+            for (int i = 0; i < P::SCALE_WORDS; i++) scales[i] = next_scales[i];
+            if (part + FEW_WARPS < parts)
+                load_scales<FORMAT>(tile, chunks, part + FEW_WARPS, lane, next_scales);
+            float sum[TOKEN_TILES][4];
+#pragma unroll
+            for (int c = 0; c < PART_CHUNKS; c++) {
+                if (!exists(part, c)) break;
+                load_tokens(part + (c + 1) / PART_CHUNKS * FEW_WARPS, (c + 1) % PART_CHUNKS);
+                const ChunkScales s = decode_scales<FORMAT>(scales, c);
+#pragma unroll
+                for (int half = 0; half < 2; half++) {
+                    unsigned a[2][4];
+                    dequantise<FORMAT>(words[c % AHEAD], s, half, a);
+#pragma unroll
+                    for (int n = 0; n < TOKEN_TILES; n++) {
+                        const uint4 k = b[c & 1][n][half];
+                        if (c == 0 && half == 0) mma_16x8x16_from_zero(sum[n], a[0], k.x, k.y);
+                        else mma_16x8x16(sum[n], a[0], k.x, k.y);
+                        mma_16x8x16(sum[n], a[1], k.z, k.w);
+                    }
+                }
+                load_weights(part + (c + AHEAD) / PART_CHUNKS * FEW_WARPS,
+                             (c + AHEAD) % PART_CHUNKS);
+            }
+#pragma unroll
+            for (int n = 0; n < TOKEN_TILES; n++)
+#pragma unroll
+                for (int i = 0; i < 4; i++)
+                    sums[((part - window) * TOKENS + 8 * n + 2 * t + (i & 1)) * FEW_STRIDE + g +
+                         8 * (i >> 1)] = sum[n][i];
+        }
+        __syncthreads();
+        if (threadIdx.x < TILE_ROWS * TOKENS) {
+            const float* mine = sums + threadIdx.x / TILE_ROWS * FEW_STRIDE + threadIdx.x % TILE_ROWS;
+#pragma unroll 8
+            for (int i = 0; i < window_parts; i++)
+                total = __fadd_rn(total, mine[i * TOKENS * FEW_STRIDE]);
+        }
+        if (window + WINDOW < parts) __syncthreads();
+    }
+    const int token = threadIdx.x / TILE_ROWS;
+    const int row = place.tile * TILE_ROWS + threadIdx.x % TILE_ROWS;
+    if (token < min(TOKENS, product.rows) && row < place.rows) {
+        const int column = place.column + row;
+        float* to = product.y + int64_t(token) * product.columns + column;
+        *to = result(total, product.scale_of_token(token) * product.weight_scale[column],
+                     product.bias_of(column), load_if(product.add, to, 0.0f));
+    }
+}
+
+// y [rows, columns] (+)= (x [rows, K] W^T) * x_scale * weight_scale + bias, rows <= 8.
+// PRECOND: grid (sum of tiles of the stack), 256 threads; x padded with zeros to CHUNK * chunks.
+// A block holds 16 columns; thread 16 i + r ends with row i, column r.
+// Moves the weights once, x once per multiprocessor, 4 bytes per element of y.
+KERNEL __launch_bounds__(32 * FEW_WARPS, 3) linear_few_8(LINEAR_PARAMETERS) {
+    const Product product = LINEAR_PRODUCT;
+    __shared__ float sums[FEW_SUMS];
+    const Place place = place_in(LINEAR_STACK, blockIdx.x, 1);
+    with_format(place.format,
+                [&](auto format) { linear_few<decltype(format)::VALUE, 1>(product, place, sums); });
+}
+
+// The same for rows <= 16.
+KERNEL __launch_bounds__(32 * FEW_WARPS, 2) linear_few_16(LINEAR_PARAMETERS) {
+    const Product product = LINEAR_PRODUCT;
+    __shared__ float sums[FEW_SUMS];
+    const Place place = place_in(LINEAR_STACK, blockIdx.x, 1);
+    with_format(place.format,
+                [&](auto format) { linear_few<decltype(format)::VALUE, 2>(product, place, sums); });
+}
+
+// ---- more rows: tokens and weights wait in a ring in shared memory ------------------------------
+
+template <int BYTES>
+__device__ __forceinline__ void copy_async(unsigned to, const void* from) {
+    if constexpr (BYTES == 16)
+        asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from));
+    else
+        asm volatile("cp.async.ca.shared.global.L2::128B [%0], [%1], %2;" ::"r"(to), "l"(from),
+                     "n"(BYTES));
+}
+__device__ __forceinline__ void load_shared_4(unsigned from, unsigned* words) {
+    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+                 : "r"(from));
+}
+__device__ __forceinline__ void load_shared_2(unsigned from, unsigned* words) {
+    asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(words[0]), "=r"(words[1]) : "r"(from));
+}
+__device__ __forceinline__ void load_shared_1(unsigned from, unsigned* words) {
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(words[0]) : "r"(from));
+}
+__device__ __forceinline__ void barrier_sync(int id, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void barrier_arrive(int id, int threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+// threadIdx.x, read again: what derives from it need not stay in registers across the products.
+__device__ __forceinline__ int thread_again() {
+    unsigned thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    return thread;
+}
+
+// Shape of a thread block: GROUPS groups take the parts in turn. The WARPS warps of a group take
+// ROW_TILES 16-row tiles each and share the tokens of a chunk: TOKEN_TILES times 8.
+// Shared memory: [group][stage][tokens, then each tile's words of a chunk], totals.
+template <int ROW_TILES_, int TOKEN_TILES_, int WARPS_, int GROUPS_, int STAGES_>
+struct BlockShape {
+    static constexpr int ROW_TILES = ROW_TILES_, TOKEN_TILES = TOKEN_TILES_, WARPS = WARPS_,
+                         GROUPS = GROUPS_, STAGES = STAGES_;
+    static constexpr int THREADS = 32 * WARPS * GROUPS;
+    static constexpr int TILES = ROW_TILES * WARPS;
+    static constexpr int TOKEN_BYTES = 8 * TOKEN_TILES * CHUNK * 2;
+};
+
+// `tile` is the first of the block's tiles that this call computes, ROW_TILES a warp.
+template <int FORMAT, int ROW_TILES, typename Shape>
+__device__ __forceinline__ void linear_staged(const Product& product, const Place& place, int tile,
+                                              int first_token, uint8_t* shared) {
+    using P = Packed<FORMAT>;
+    constexpr int TOKEN_TILES = Shape::TOKEN_TILES, GROUPS = Shape::GROUPS, STAGES = Shape::STAGES;
+    constexpr int GROUP_THREADS = 32 * Shape::WARPS;
+    constexpr int STAGE_BYTES = Shape::TOKEN_BYTES + Shape::WARPS * ROW_TILES * P::CHUNK_BYTES;
+    constexpr int BATCH = TOKEN_TILES < 4 ? TOKEN_TILES : 4;  // token tiles of one burst of products
+
+    const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+    const int warp = __shfl_sync(ALL_LANES, threadIdx.x >> 5, 0);  // known to be uniform
+    const int group = warp / Shape::WARPS, member = warp % Shape::WARPS;
+    const int chunks = product.chunks, parts = (chunks + PART_CHUNKS - 1) / PART_CHUNKS;
+    const auto exists = [=](int part, int c) {
+        return P::WHOLE_PARTS ? part < parts : part * PART_CHUNKS + c < chunks;
+    };
+    tile += member * ROW_TILES;
+    const uint8_t* tiles[ROW_TILES];
+#pragma unroll
+    for (int m = 0; m < ROW_TILES; m++) {  // past the end: the last tile again, stored by nobody
+        const int last = (place.rows - 1) / TILE_ROWS;
+        tiles[m] = place.packed + min(tile + m, last) * P::tile_bytes(chunks);
+    }
+
+    // A stage holds a chunk. Tokens: [token][128 bytes], 16-byte unit u at u ^ (token % 8).
+    // Words of a tile: as in the packed tile; each lane copies and reads its own.
+    const unsigned ring =
+        unsigned(__cvta_generic_to_shared(shared)) + group * STAGES * STAGE_BYTES;
+    const unsigned ring_words = ring + Shape::TOKEN_BYTES + member * ROW_TILES * P::CHUNK_BYTES;
+    const auto fetch = [&](int slot, int part, int c) {
+        if (exists(part, c)) {
+            const int chunk = part * PART_CHUNKS + c;
+            const int thread = thread_again() - group * GROUP_THREADS, unit = thread & 7;
+            const unsigned to =
+                ring + slot * STAGE_BYTES + thread / 8 * 128 + 16 * ((unit ^ thread / 8) & 7);
+#pragma unroll
+            for (int i = 0; i < 8 * TOKEN_TILES; i += GROUP_THREADS / 8) {
+                // Past the end: the last token again, its results are dropped.
+                const int token = min(first_token + thread / 8 + i, product.rows - 1);
+                copy_async<16>(to + 128 * i,
+                               product.x + (int64_t(token) * chunks + chunk) * CHUNK + 8 * unit);
+            }
+            const int lane = thread & 31;
+#pragma unroll
+            for (int m = 0; m < ROW_TILES; m++) {
+                const uint8_t* from = tiles[m] + chunk * P::CHUNK_BYTES;
+                const unsigned words = ring_words + slot * STAGE_BYTES + m * P::CHUNK_BYTES;
+#pragma unroll
+                for (int i = 0; i < P::WORDS / 4; i++)
+                    copy_async<16>(words + 512 * i + 16 * lane, from + 512 * i + 16 * lane);
+                if constexpr (FORMAT == Q5_K) copy_async<4>(words + 512 + 4 * lane, from + 512 + 4 * lane);
+                if constexpr (FORMAT == Q6_K) copy_async<8>(words + 512 + 8 * lane, from + 512 + 8 * lane);
+            }
+        }
+        asm volatile("cp.async.commit_group;");
+    };
+    unsigned scales[ROW_TILES][P::SCALE_WORDS];
+    const auto load_part_scales = [&](int part) {
+        if (part < parts)
+#pragma unroll
+            for (int m = 0; m < ROW_TILES; m++)
+                load_scales<FORMAT>(tiles[m], chunks, part, thread_again() & 31, scales[m]);
+    };
+
+    load_part_scales(group);
+#pragma unroll
+    for (int i = 0; i < STAGES - 1; i++) fetch(i, group + i / PART_CHUNKS * GROUPS, i % PART_CHUNKS);
+
+    float sum[ROW_TILES][TOKEN_TILES][4];
+    float total[ROW_TILES][TOKEN_TILES][4];  // with several groups: passed on in shared memory
+    if constexpr (GROUPS == 1) {
+#pragma unroll
+        for (int i = 0; i < ROW_TILES * TOKEN_TILES * 4; i++) (&total[0][0][0])[i] = 0.0f;
+    }
+    int slot = 0;
+    for (int part = group; part < parts; part += GROUPS) {
+#pragma unroll
+        for (int c = 0; c < PART_CHUNKS; c++) {
+            if (!exists(part, c)) break;
+            asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2));
+            if constexpr (GROUPS == 1) __syncthreads();
+            else barrier_sync(1 + group, GROUP_THREADS);
+            // All warps of the group have read the slot before this one: it takes the next chunk.
+            constexpr int FAR = STAGES - 1;
+            fetch(slot == 0 ? STAGES - 1 : slot - 1, part + (c + FAR) / PART_CHUNKS * GROUPS,
+                  (c + FAR) % PART_CHUNKS);
+
+            unsigned words[ROW_TILES][P::WORDS];
+            ChunkScales s[ROW_TILES];
+#pragma unroll
+            for (int m = 0; m < ROW_TILES; m++) {
+                const unsigned from = ring_words + slot * STAGE_BYTES + m * P::CHUNK_BYTES;
+#pragma unroll
+                for (int i = 0; i < P::WORDS / 4; i++)
+                    load_shared_4(from + 512 * i + 16 * lane, words[m] + 4 * i);
+                if constexpr (FORMAT == Q5_K) load_shared_1(from + 512 + 4 * lane, words[m] + 4);
+                if constexpr (FORMAT == Q6_K) load_shared_2(from + 512 + 8 * lane, words[m] + 4);
+                s[m] = decode_scales<FORMAT>(scales[m], c);
+            }
+            if (c == PART_CHUNKS - 1) load_part_scales(part + GROUPS);
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                unsigned a[ROW_TILES][2][4];
+#pragma unroll
+                for (int m = 0; m < ROW_TILES; m++) dequantise<FORMAT>(words[m], s[m], half, a[m]);
+                const unsigned tokens =
+                    ring + slot * STAGE_BYTES + g * 128 + 16 * ((2 * t + half) ^ g);
+#pragma unroll
+                for (int batch = 0; batch < TOKEN_TILES; batch += BATCH) {
+                    unsigned b[BATCH][4];
+#pragma unroll
+                    for (int n = 0; n < BATCH; n++) load_shared_4(tokens + (batch + n) * 1024, b[n]);
+#pragma unroll
+                    for (int n = 0; n < BATCH; n++)
+#pragma unroll
+                        for (int m = 0; m < ROW_TILES; m++)
+                            if (c == 0 && half == 0)
+                                mma_16x8x16_from_zero(sum[m][batch + n], a[m][0], b[n][0], b[n][1]);
+                            else
+                                mma_16x8x16(sum[m][batch + n], a[m][0], b[n][0], b[n][1]);
+#pragma unroll
+                    for (int n = 0; n < BATCH; n++)
+#pragma unroll
+                        for (int m = 0; m < ROW_TILES; m++)
+                            mma_16x8x16(sum[m][batch + n], a[m][1], b[n][2], b[n][3]);
+                }
+            }
+            slot = slot == STAGES - 1 ? 0 : slot + 1;
+        }
+        if constexpr (GROUPS == 1) {
+#pragma unroll
+            for (int i = 0; i < ROW_TILES * TOKEN_TILES * 4; i++)
+                (&total[0][0][0])[i] = __fadd_rn((&total[0][0][0])[i], (&sum[0][0][0])[i]);
+        } else {
+            // The total goes from group to group in part order, lane to lane. Barrier TURN + i
+            // tells member i / GROUPS of group i % GROUPS that its predecessor has written.
+            constexpr int TURN = 1 + GROUPS;
+            if (part > 0) barrier_sync(TURN + member * GROUPS + group, 64);
+            float4* shared_total = reinterpret_cast<float4*>(shared + GROUPS * STAGES * STAGE_BYTES) +
+                                   member * ROW_TILES * TOKEN_TILES * 32 + lane;
+#pragma unroll
+            for (int m = 0; m < ROW_TILES; m++)
+#pragma unroll
+                for (int n = 0; n < TOKEN_TILES; n++) {
+                    float4* at = shared_total + (m * TOKEN_TILES + n) * 32;
+                    const float4 before = part > 0 ? *at : float4{};
+                    float(&after)[4] = total[m][n];
+                    after[0] = __fadd_rn(before.x, sum[m][n][0]);
+                    after[1] = __fadd_rn(before.y, sum[m][n][1]);
+                    after[2] = __fadd_rn(before.z, sum[m][n][2]);
+                    after[3] = __fadd_rn(before.w, sum[m][n][3]);
+                    if (part + 1 < parts) *at = {after[0], after[1], after[2], after[3]};
+                }
+            if (part + 1 < parts)
+                barrier_arrive(TURN + member * GROUPS + (group + 1) % GROUPS, 64);
+        }
+        if (part + 1 < parts) continue;
+        const int lane = thread_again() & 31, row = tile * TILE_ROWS + (lane >> 2);
+        const int column = place.column + row;
+        float scale[2 * ROW_TILES], bias[2 * ROW_TILES];  // of the rows row + 8 r
+        bool real[2 * ROW_TILES];
+#pragma unroll
+        for (int r = 0; r < 2 * ROW_TILES; r++) {
+            real[r] = row + 8 * r < place.rows;
+            scale[r] = load_if(real[r], product.weight_scale + column + 8 * r, 0.0f);
+            bias[r] = real[r] ? product.bias_of(column + 8 * r) : 0.0f;
+        }
+#pragma unroll
+        for (int n = 0; n < TOKEN_TILES; n++) {
+            float* to[2];
+            float before[2][2 * ROW_TILES], token_scale[2];
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                const int token = first_token + 8 * n + 2 * (lane & 3) + i;
+                const bool inside = token < product.rows;
+                to[i] = inside ? product.y + int64_t(token) * product.columns + column : nullptr;
+                token_scale[i] = inside ? product.scale_of_token(token) : 0.0f;
+#pragma unroll
+                for (int r = 0; r < 2 * ROW_TILES; r++)
+                    before[i][r] = load_if(inside && real[r] && product.add, to[i] + 8 * r, 0.0f);
+            }
+#pragma unroll
+            for (int i = 0; i < 2; i++)
+#pragma unroll
+                for (int r = 0; r < 2 * ROW_TILES; r++)
+                    if (to[i] && real[r])
+                        to[i][8 * r] = result(total[r / 2][n][r % 2 * 2 + i],
+                                              token_scale[i] * scale[r], bias[r], before[i][r]);
+        }
+    }
+}
+
+template <typename Shape>
+__device__ __forceinline__ void linear_block(const Product& product, const Stack& stack,
+                                             uint8_t* shared) {
+    const Place place = place_in(stack, blockIdx.y, Shape::TILES);
+    const int first_token = blockIdx.x * 8 * Shape::TOKEN_TILES;
+    with_format(place.format, [&](auto format) {
+        constexpr int FORMAT = decltype(format)::VALUE;
+        // Plain f16 weights take so many registers that a warp does its tiles one after another.
+        constexpr int ROW_TILES = FORMAT == F16 ? 1 : Shape::ROW_TILES;
+        for (int m = 0; m < Shape::ROW_TILES; m += ROW_TILES) {
+            if (m > 0) __syncthreads();
+            linear_staged<FORMAT, ROW_TILES, Shape>(product, place, place.tile + m * Shape::WARPS,
+                                                    first_token, shared);
+        }
+    });
+}
+
+// As linear_few_8 for any number of rows: 32 rows of x and 64 columns a block.
+// PRECOND: grid (ceil(rows / 32), sum over the stack of ceil(row block / 64)), 256 threads.
+// Lane 4g+t of a warp ends with rows 2t, 2t+1 and columns g, g+8 of its 8 x 16 tiles.
+// Reads a weight once per 32 rows, x once per 64 columns (from L2).
+using SomeRows = BlockShape<1, 4, 4, 2, 3>;
+KERNEL __launch_bounds__(SomeRows::THREADS, 2) linear_some(LINEAR_PARAMETERS) {
+    extern __shared__ __align__(128) uint8_t shared[];
+    linear_block<SomeRows>(LINEAR_PRODUCT, LINEAR_STACK, shared);
+}
+
+// As linear_some with 64 rows of x and 256 columns a block.
+using ManyRows = BlockShape<2, 8, 8, 1, 4>;
+KERNEL __launch_bounds__(ManyRows::THREADS, 1) linear_many(LINEAR_PARAMETERS) {
+    extern __shared__ __align__(128) uint8_t shared[];
+    linear_block<ManyRows>(LINEAR_PRODUCT, LINEAR_STACK, shared);
+}
+
+// ---- embed -------------------------------------------------------------------------------------
+
+constexpr int FEED = -1;  // the token is the one that `sample` drew last for the row's slot
+
+// h [rows, cols] f32 = row tokens[r] of the packed table; another negative token gives zeros.
+// PRECOND: grid (rows), 128 threads; table is one row block.
+// One block holds one row. Moves a packed tile's row (whole lines of 16 rows) and 4 cols bytes.
+KERNEL embed(const uint8_t* packed, const float* weight_scale, const int* tokens,
+             const int* slots, const int* last_tokens, float* h, int format, int cols, int chunks) {
+    int token = tokens[blockIdx.x];
+    if (token == FEED) token = last_tokens[slots[blockIdx.x]];
+    h += int64_t(blockIdx.x) * cols;
+    if (token < 0) {
+        for (int k = threadIdx.x; k < cols; k += blockDim.x) h[k] = 0.0f;
+        return;
+    }
+    const float scale = weight_scale[token];
+    const int parts = (chunks + PART_CHUNKS - 1) / PART_CHUNKS, r = token >> 3 & 1;
+    with_format(format, [&](auto format) {
+        using P = Packed<decltype(format)::VALUE>;
+        constexpr int FORMAT = decltype(format)::VALUE;
+        const uint8_t* tile = packed + (token / TILE_ROWS) * P::tile_bytes(chunks);
+        for (int i = threadIdx.x; i < 4 * parts; i += blockDim.x) {
+            const int part = i >> 2, t = i & 3, lane = (token & 7) * 4 + t;
+            unsigned words[P::WORDS], scales[P::SCALE_WORDS];
+            load_scales<FORMAT>(tile, chunks, part, lane, scales);
+#pragma unroll
+            for (int c = 0; c < PART_CHUNKS; c++) {
+                const int chunk = part * PART_CHUNKS + c;
+                if (chunk >= chunks) break;
+                load_chunk<FORMAT>(tile, chunk, lane, words);
+                const ChunkScales s = decode_scales<FORMAT>(scales, c);
+#pragma unroll
+                for (int j = 0; j < 4; j++) {
+                    unsigned a[2][4];
+                    dequantise<FORMAT>(words, s, j / 2, a);
+#pragma unroll
+                    for (int pair = 0; pair < 2; pair++) {
+                        const unsigned bits = r ? a[j & 1][2 * pair + 1] : a[j & 1][2 * pair];
+                        const float2 w = __half22float2(*reinterpret_cast<const __half2*>(&bits));
+                        const int k = chunk * CHUNK + 16 * t + 4 * j + 2 * pair;
+                        if (k < cols) h[k] = w.x * scale;
+                        if (k + 1 < cols) h[k + 1] = w.y * scale;
+                    }
+                }
+            }
+        }
+    });
+}
+
+// ---- repack: GGUF blocks -> packed tiles -------------------------------------------------------
+
+__device__ __forceinline__ float f16_at(const uint8_t* p) {
+    return __half2float(*reinterpret_cast<const __half*>(p));
+}
+__device__ __forceinline__ unsigned half2_bits(float low, float high) {
+    return __half_as_ushort(__float2half_rn(low)) | unsigned(__half_as_ushort(__float2half_rn(high))) << 16;
+}
+
+// A row as it lies in the file.
+template <int SOURCE>
+struct SourceRow {
+    static constexpr bool FLOATS = SOURCE == F16 || SOURCE == BF16 || SOURCE == F32;
+    static constexpr bool K_FORMAT = SOURCE == Q4_K || SOURCE == Q5_K || SOURCE == Q6_K;
+    static constexpr int VALUES = FLOATS ? 1 : K_FORMAT ? 256 : 32;  // of a block
+    static constexpr int BYTES = SOURCE == Q4_K   ? 144
+                                 : SOURCE == Q5_K ? 176
+                                 : SOURCE == Q6_K ? 210
+                                 : SOURCE == Q8_0 ? 34
+                                 : SOURCE == Q4_0 ? 18
+                                 : SOURCE == Q4_1 ? 20
+                                 : SOURCE == F32  ? 4
+                                                  : 2;
+    const uint8_t* data;
+    int cols;
+    bool real;  // false: padding, all zeros
+
+    __device__ const uint8_t* block(int k) const { return data + int64_t(k / VALUES) * BYTES; }
+    __device__ bool has(int k) const { return real && k < cols; }
+
+    __device__ float value(int k) const {  // F16, BF16, F32
+        if (!has(k)) return 0.0f;
+        if constexpr (SOURCE == F16) return f16_at(block(k));
+        if constexpr (SOURCE == F32) return *reinterpret_cast<const float*>(block(k));
+        return __uint_as_float(unsigned(*reinterpret_cast<const uint16_t*>(block(k))) << 16);
+    }
+
+    __device__ unsigned integer(int k) const {  // 0 .. 2^bits - 1
+        if (!has(k)) return 0;
+        const uint8_t* b = block(k);
+        const int i = k % VALUES, byte = i / 64 * 32 + i % 32, nibble = i / 32 % 2 * 4;
+        if constexpr (SOURCE == Q4_K) return b[16 + byte] >> nibble & 15;
+        if constexpr (SOURCE == Q5_K)
+            return (b[48 + byte] >> nibble & 15) | (b[16 + i % 32] >> i / 32 & 1) << 4;
+        if constexpr (SOURCE == Q6_K)
+            return (b[i / 128 * 64 + i % 64] >> i / 64 % 2 * 4 & 15) |
+                   (b[128 + i / 128 * 32 + i % 32] >> i % 128 / 32 * 2 & 3) << 4;
+        if constexpr (SOURCE == Q8_0) return b[2 + i] ^ 128;
+        return b[BYTES - 16 + i % 16] >> i / 16 * 4 & 15;  // Q4_0, Q4_1
+    }
+
+    __device__ float d(int k) const {
+        return has(k) ? f16_at(block(k) + (SOURCE == Q6_K ? 208 : 0)) : 0.0f;
+    }
+    __device__ float min(int k) const {  // Q4_K and Q5_K subtract it, Q4_1 adds it
+        return has(k) ? f16_at(block(k) + 2) : 0.0f;
+    }
+    // 6-bit scale and min of a sub-block of 32 (Q4_K, Q5_K).
+    __device__ uint2 scale_and_min(int k) const {
+        if (!has(k)) return make_uint2(0, 0);
+        const uint8_t* b = block(k) + 4;
+        const int j = k % 256 / 32;
+        if (j < 4) return make_uint2(b[j] & 63, b[j + 4] & 63);
+        return make_uint2((b[j + 4] & 15) | b[j - 4] >> 6 << 4, b[j + 4] >> 4 | b[j] >> 6 << 4);
+    }
+    // 8-bit scale of a sub-block of 16 (Q6_K), plus 128.
+    __device__ unsigned scale(int k) const { return has(k) ? block(k)[192 + k % 256 / 16] ^ 128 : 0; }
+
+    // What must fit in f16 once multiplied by the row's power of two: see row_scale_factor.
+    __device__ float largest_of_block(int k) const {
+        if constexpr (FLOATS) return fabsf(value(k));
+        if constexpr (SOURCE == Q6_K) return 128.0f * fabsf(d(k));
+        if constexpr (SOURCE == Q4_K || SOURCE == Q5_K)
+            return 63.0f * fmaxf(fabsf(d(k)), fabsf(min(k)) / 32.0f);
+        if constexpr (SOURCE == Q4_1) return fmaxf(fabsf(d(k)), fabsf(min(k)) / 32.0f);
+        return fabsf(d(k));
+    }
+};
+
+template <int SOURCE>
+__device__ __forceinline__ void repack_tile(const uint8_t* source, uint8_t* packed,
+                                            float* weight_scale, int rows, int cols) {
+    using Row = SourceRow<SOURCE>;
+    constexpr int FORMAT = Row::FLOATS ? F16 : SOURCE;
+    using P = Packed<FORMAT>;
+    __shared__ float factors[TILE_ROWS];
+    const int chunks = (cols + CHUNK - 1) / CHUNK, parts = (chunks + PART_CHUNKS - 1) / PART_CHUNKS;
+    const auto row_at = [=](int r) {
+        const int row = blockIdx.x * TILE_ROWS + r;
+        return Row{source + int64_t(row) * (cols / Row::VALUES) * Row::BYTES, cols, row < rows};
+    };
+
+    for (int r = threadIdx.x / 32; r < TILE_ROWS; r += blockDim.x / 32) {
+        const Row row = row_at(r);
+        float largest = 0.0f;
+        for (int k = threadIdx.x % 32 * Row::VALUES; row.has(k); k += 32 * Row::VALUES)
+            largest = fmaxf(largest, row.largest_of_block(k));
+        const float factor = row_scale_factor(warp_max(largest));
+        if (threadIdx.x % 32 == 0) {
+            factors[r] = factor;
+            if (row.real)
+                weight_scale[blockIdx.x * TILE_ROWS + r] = (FORMAT == F16 ? 1.0f : 0x1p24f) / factor;
+        }
+    }
+    __syncthreads();
+
+    packed += blockIdx.x * P::tile_bytes(chunks);
+    for (int i = threadIdx.x; i < 32 * chunks; i += blockDim.x) {
+        const int chunk = i / 32, lane = i % 32;
+        unsigned words[P::WORDS] = {};
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            const Row row = row_at(lane / 4 + 8 * r);
+            const float factor = factors[lane / 4 + 8 * r];
+#pragma unroll
+            for (int e = 0; e < 16; e++) {
+                const int k = chunk * CHUNK + lane % 4 * 16 + e;
+                const int half = e / 8, pair = e / 2 % 4, side = e % 2 * 16;
+                if constexpr (FORMAT == F16) {
+                    words[8 * r + e / 2] |= half2_bits(row.value(k) * factor, 0.0f) << side;
+                } else if constexpr (FORMAT == Q8_0) {
+                    words[4 * r + e / 4] |= row.integer(k) << (side + pair % 2 * 8);
+                } else {
+                    const unsigned n = row.integer(k);
+                    words[2 * r + half] |= (n & 15) << (side + 4 * pair);
+                    const int low = side + 4 + pair % 2 * 4;  // where dequantise wants the upper bits
+                    if constexpr (FORMAT == Q5_K)
+                        words[4] |= n >> 4 << ((low + 2 * half + pair / 2 + 8 * r) & 31);
+                    if constexpr (FORMAT == Q6_K)
+                        words[4 + r] |= n >> 4 << ((low + pair / 2 * 2 + 8 * half) & 31);
+                }
+            }
+        }
+        unsigned* to = reinterpret_cast<unsigned*>(packed + chunk * P::CHUNK_BYTES);
+#pragma unroll
+        for (int w = 0; w < P::WORDS; w++)
+            to[w / 4 * 128 + (w < P::WORDS / 4 * 4 ? 4 * lane + w % 4
+                                                   : P::WORDS % 4 * lane + w % 4)] = words[w];
+    }
+
+    if constexpr (P::RECORDS > 0) {
+        unsigned* scales = reinterpret_cast<unsigned*>(packed + P::scales_at(chunks));
+        constexpr int WORDS = P::SCALE_BYTES / 4;
+        for (int i = threadIdx.x; i < parts * WORDS; i += blockDim.x) {
+            const int part = i / WORDS, at = i % WORDS;
+            unsigned word = 0;
+            if constexpr (FORMAT == Q6_K) {  // 32 lanes of 2 words
+                const int lane = at / 2, g = lane / 4;
+                for (int byte = 0; byte < 4; byte++) {
+                    const int chunk = part * PART_CHUNKS + at % 2 * 2 + byte % 2;
+                    word |= row_at(g + byte / 2 * 8).scale(chunk * CHUNK + lane % 4 * 16) << 8 * byte;
+                }
+            } else {  // planes of 16 pairs of lanes of 4 words
+                const int pair = at / 4 % 16, g = pair / 2;
+                const int c = FORMAT == Q4_1 ? at / 64 * 2 + at % 4 / 2 : at % 4;
+                const int k = (part * PART_CHUNKS + c) * CHUNK + pair % 2 * 32;
+                if constexpr (P::K_SCALES) {
+                    const uint2 first = row_at(g).scale_and_min(k), second = row_at(g + 8).scale_and_min(k);
+                    word = first.x << 4 | second.x << 10 | first.y << 20 | second.y << 26;
+                } else if constexpr (FORMAT == Q4_1) {
+                    const int r = g + at % 2 * 8;
+                    word = half2_bits(row_at(r).d(k) * factors[r], row_at(r).min(k) * factors[r] * 0x1p-24f);
+                } else {
+                    word = half2_bits(row_at(g).d(k) * factors[g], row_at(g + 8).d(k) * factors[g + 8]);
+                }
+            }
+            scales[i] = word;
+        }
+    }
+    if constexpr (P::BLOCK_BYTES > 0) {
+        constexpr int WORDS = P::BLOCK_BYTES / 4;
+        unsigned* blocks = reinterpret_cast<unsigned*>(packed + P::blocks_at(chunks, parts));
+        for (int i = threadIdx.x; i < parts * WORDS; i += blockDim.x) {
+            const int k = i / WORDS * PART_CHUNKS * CHUNK, at = i % WORDS;
+            if constexpr (FORMAT == Q6_K) {
+                blocks[i] = half2_bits(row_at(at).d(k) * factors[at], row_at(at + 8).d(k) * factors[at + 8]);
+            } else {
+                const int r = at / 2 + at % 2 * 8;
+                blocks[i] = half2_bits(row_at(r).d(k) * factors[r], row_at(r).min(k) * factors[r] * -0x1p-5f);
+            }
+        }
+    }
+}
+
+// packed tiles and weight_scale [rows] from `rows` rows of `cols` values as they lie in the file.
+// PRECOND: grid (ceil(rows / 16)), 256 threads; source 4-byte aligned; packed 128-byte aligned.
+// A block holds one tile of 16 rows. Moves the source (its scales twice, floats twice) and the tile.
+#define REPACK(NAME, SOURCE)                                                                     \
+    KERNEL __launch_bounds__(256) linear_repack_##NAME(const uint8_t* source, uint8_t* packed,   \
+                                                       float* weight_scale, int rows, int cols) { \
+        repack_tile<SOURCE>(source, packed, weight_scale, rows, cols);                           \
+    }
+REPACK(q4_k, Q4_K)
+REPACK(q5_k, Q5_K)
+REPACK(q6_k, Q6_K)
+REPACK(q8_0, Q8_0)
+REPACK(q4_0, Q4_0)
+REPACK(q4_1, Q4_1)
+REPACK(f16, F16)
+REPACK(bf16, BF16)
+REPACK(f32, F32)
+#undef REPACK
+
+// ---------------------------------------------------------------------------------------------
+// Norms, RoPE, KV writes, activation and page copies. Memory moves once; sums have a fixed tree.
+// ---------------------------------------------------------------------------------------------
+
+constexpr int PAGE = 64;           // tokens of a KV page
+constexpr int Q8_BLOCK = 32;       // values along head_dim that share an f16 scale
+constexpr float F16_LARGEST = 65504.0f;
+enum KvFormat { KV_F32 = 0, KV_F16 = 1, KV_Q8 = 2 };
+
+// Bytes of the K or of the V block of one page and head: [64][head_dim], scales behind.
+__host__ __device__ constexpr int kv_block_bytes(int format, int head_dim) {
+    return format == KV_F32   ? PAGE * head_dim * 4
+           : format == KV_F16 ? PAGE * head_dim * 2
+                              : PAGE * head_dim + PAGE * (head_dim / Q8_BLOCK) * 2;
+}
+
+// Byte offset of the K block (V follows it) in storage [layer][page][kv head][K|V][block].
+__device__ __forceinline__ int64_t kv_offset(int layer, int n_pages, int page, int n_kv_heads,
+                                             int head, int block_bytes) {
+    return ((int64_t(layer) * n_pages + page) * n_kv_heads + head) * 2 * block_bytes;
+}
+
+// Sum and largest value over a block of at most 1024 threads, the same in every thread. Whole
+// warps only; the order depends on the block size alone.
+__device__ float2 block_sum_and_max(float sum, float largest) {
+    __shared__ float2 of_warp[32];
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
+    sum = warp_sum(sum), largest = warp_max(largest);
+    if (lane == 0) of_warp[warp] = make_float2(sum, largest);
+    __syncthreads();
+    const float2 mine = lane < warps ? of_warp[lane] : make_float2(0.0f, 0.0f);
+    return make_float2(warp_sum(mine.x), warp_max(mine.y));
+}
+
+// out[row] f16 = value(i) * factor for i < cols, zeros up to stride; scale[row] = 1 / factor.
+template <typename Value>
+__device__ void store_scaled_row(Value value, float largest, int row, int cols, int stride,
+                                 __half* out, float* scale) {
+    const float factor = row_scale_factor(largest);
+    if (threadIdx.x == 0) scale[row] = 1.0f / factor;
+    out += int64_t(row) * stride;
+    for (int i = threadIdx.x; i < stride; i += blockDim.x)
+        out[i] = __float2half_rn(i < cols ? value(i) * factor : 0.0f);
+}
+
+// x[r] = h[rows[r]] / sqrt(mean(h^2) + eps) * w: h f32 [., cols] -> x f16 [n, stride], scale [n].
+// PRECOND: grid (n), 512 threads; rows null = 0..n-1; stride = cols rounded up to 64.
+// One block holds one row. Moves 4 cols + 2 stride bytes a row (the second read hits the cache).
+KERNEL rmsnorm(const float* h, const float* w, const int* rows, __half* x, float* scale, int cols,
+               int stride, float eps) {
+    const int row = blockIdx.x;
+    h += int64_t(rows ? rows[row] : row) * cols;
+    float sum = 0.0f, largest = 0.0f;
+#pragma unroll 4
+    for (int i = threadIdx.x; i < cols; i += blockDim.x) {
+        sum += h[i] * h[i];
+        largest = fmaxf(largest, fabsf(h[i] * w[i]));
+    }
+    const float2 all = block_sum_and_max(sum, largest);
+    const float inverse = rsqrtf(all.x / cols + eps);
+    store_scaled_row([=](int i) { return h[i] * w[i] * inverse; }, all.y * inverse, row, cols,
+                     stride, x, scale);
+}
+
+// angles[r] = cos | sin of positions[r] * frequencies[rope_sets[r]], times magnitude.
+// PRECOND: grid (ceil(rows * pairs / 128)), 128 threads; frequencies f64 [sets, pairs].
+// One thread holds one pair; the angle is f64, since f32 loses 1e-3 rad at position 16384.
+KERNEL rope_angles(const int* positions, const int* rope_sets, const double* frequencies,
+                   float* angles, int rows, int pairs, float magnitude) {
+    const int i = blockIdx.x * blockDim.x + threadIdx.x, row = i / pairs, pair = i % pairs;
+    if (row >= rows) return;
+    constexpr double INVERSE_PI = 0.31830988618379067154;
+    double sine, cosine;  // in units of pi: the reduction is exact and needs no local memory
+    sincospi(positions[row] * frequencies[rope_sets[row] * pairs + pair] * INVERSE_PI, &sine,
+             &cosine);
+    angles[int64_t(2 * row) * pairs + pair] = float(cosine * magnitude);
+    angles[int64_t(2 * row + 1) * pairs + pair] = float(sine * magnitude);
+}
+
+// Stores value d (lane d % 32 of a whole warp) of a token's K or V into its block. Values that f16
+// cannot hold are cut at its ends: a page never holds Inf or NaN, whoever reads it later.
+__device__ __forceinline__ void store_kv(char* block, int format, int head_dim, int token, int d,
+                                         float x) {
+    const int at = token * head_dim + d;
+    if (format == KV_F32) {
+        reinterpret_cast<float*>(block)[at] = x;
+        return;
+    }
+    x = fminf(fmaxf(x, -F16_LARGEST), F16_LARGEST);
+    if (format == KV_F16) {
+        reinterpret_cast<__half*>(block)[at] = __float2half_rn(x);
+        return;
+    }
+    // 512 * 127 is the largest product that f16 holds
+    const __half scale = __float2half_rn(fminf(__fdiv_rn(warp_max(fabsf(x)), 127.0f), 512.0f));
+    const float step = __half2float(scale);
+    const float n = step == 0.0f ? 0.0f : rintf(__fdiv_rn(x, step));
+    reinterpret_cast<int8_t*>(block)[at] = int8_t(fminf(fmaxf(n, -127.0f), 127.0f));
+    if (d % Q8_BLOCK == 0)
+        reinterpret_cast<__half*>(block + PAGE * head_dim)[at / Q8_BLOCK] = scale;
+}
+
+// qkv f32 [rows, (H + 2 H_kv) D] -> q [rows, H D] f16 (f32 if KV is f32), K and V into their pages.
+// q and k: RMSNorm over the head where norm vectors are given, then rotation of rope_dim values.
+// PRECOND: grid (rows, ceil((H + 2 H_kv) / 4)), 128 threads; D <= 256 in whole blocks of 32.
+// One warp holds one head. Moves each value once; rows with slot < 0 write no K and V.
+KERNEL rope_kv(const float* qkv, const float* angles, const float* q_norm, const float* k_norm,
+               void* q, char* pages, const int* page_table, const int* slots,
+               const int* positions, int layer, int n_pages, int max_pages, int n_heads,
+               int n_kv_heads, int head_dim, int rope_dim, int neox, int format, float eps) {
+    __shared__ float heads[4][256];
+    const int row = blockIdx.x, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    const int head = blockIdx.y * 4 + warp;  // q heads, then k heads, then v heads
+    if (head >= n_heads + 2 * n_kv_heads) return;
+    const bool is_q = head < n_heads, is_v = head >= n_heads + n_kv_heads;
+    qkv += (int64_t(row) * (n_heads + 2 * n_kv_heads) + head) * head_dim;
+    float* x = heads[warp];
+    float sum = 0.0f;
+    for (int d = lane; d < head_dim; d += 32) {
+        x[d] = qkv[d];
+        sum += x[d] * x[d];
+    }
+    const float* norm = is_v ? nullptr : is_q ? q_norm : k_norm;
+    if (norm) {
+        const float inverse = rsqrtf(warp_sum(sum) / head_dim + eps);
+        for (int d = lane; d < head_dim; d += 32) x[d] = x[d] * inverse * norm[d];
+    }
+    __syncwarp();
+
+    char* block = nullptr;
+    if (!is_q && slots[row] >= 0) {
+        const int kv_head = head - n_heads - (is_v ? n_kv_heads : 0);
+        const int page = page_table[int64_t(slots[row]) * max_pages + positions[row] / PAGE];
+        const int bytes = kv_block_bytes(format, head_dim);
+        block = pages + kv_offset(layer, n_pages, page, n_kv_heads, kv_head, bytes);
+        block += is_v ? bytes : 0;
+    }
+    angles += int64_t(row) * rope_dim;
+    const int pairs = rope_dim / 2;
+    for (int d = lane; d < head_dim; d += 32) {
+        float value = x[d];
+        if (!is_v && d < rope_dim) {
+            const bool first = neox ? d < pairs : d % 2 == 0;
+            const int pair = neox ? d % pairs : d / 2, distance = neox ? pairs : 1;
+            const float turned = x[first ? d + distance : d - distance] * angles[pairs + pair];
+            value = value * angles[pair] + (first ? -turned : turned);
+        }
+        const int64_t at = (int64_t(row) * n_heads + head) * head_dim + d;
+        if (is_q && format == KV_F32)
+            static_cast<float*>(q)[at] = value;
+        else if (is_q)
+            static_cast<__half*>(q)[at] =
+                __float2half_rn(fminf(fmaxf(value, -F16_LARGEST), F16_LARGEST));
+        else if (block)
+            store_kv(block, format, head_dim, positions[row] % PAGE, d, value);
+    }
+}
+
+// x[r] = silu(gate) * up: gate_up f32 [rows, 2 cols], gate first -> x f16 [rows, stride], scale.
+// PRECOND: grid (rows), 512 threads; stride = cols rounded up to 64.
+// One block holds one row and computes it twice: for its largest value, then to store it.
+// Moves 8 cols + 2 stride bytes a row (the second read hits the cache).
+KERNEL silu_mul(const float* gate_up, __half* x, float* scale, int cols, int stride) {
+    const float* gate = gate_up + int64_t(blockIdx.x) * 2 * cols;
+    auto value = [=](int i) { return gate[i] / (1.0f + expf(-gate[i])) * gate[cols + i]; };
+    float largest = 0.0f;
+#pragma unroll 4
+    for (int i = threadIdx.x; i < cols; i += blockDim.x)
+        largest = fmaxf(largest, fabsf(value(i)));
+    largest = block_sum_and_max(0.0f, largest).y;
+    store_scaled_row(value, largest, blockIdx.x, cols, stride, x, scale);
+}
+
+// Page `target` of every layer becomes a copy of page `source`.
+// PRECOND: grid (ceil(page_bytes / 4096), layers), 256 threads; page_bytes a multiple of 16.
+// One thread holds 16 bytes. Moves 2 page_bytes a layer.
+KERNEL copy_page(char* pages, int n_pages, int page_bytes, int source, int target) {
+    const int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= page_bytes / 16) return;
+    char* layer = pages + int64_t(blockIdx.y) * n_pages * page_bytes;
+    reinterpret_cast<uint4*>(layer + int64_t(target) * page_bytes)[i] =
+        reinterpret_cast<const uint4*>(layer + int64_t(source) * page_bytes)[i];
+}
+
+// ---------------------------------------------------------------------------------------------
+// Attention: 16 queries of a sequence and KV head against its pages, on the tensor cores
+// ---------------------------------------------------------------------------------------------
+// A tile is up to 16 (token, query head of the group) pairs that share one KV head. Keys are walked
+// in segments of 256 = four pages of 64. Inside a segment the running maximum moves once a page;
+// segments are folded in index order, here or by attention_merge, in the same arithmetic. So what a
+// row gets does not depend on who else is in the tile, nor on how segments are spread over blocks:
+//   score(key) = q . k in one accumulator, head_dim ascending 16 at a time
+//   m_i = max(m_i-1, scores of page i * scale), p = f16(2^(score * scale - m_i)), masked: 0
+//   o   = o * 2^(m_i-1 - m_i) + P V, keys ascending 16 at a time;  l is one more column, V = 1
+// The four warps of a block take a page each for the scores, 32 or 64 columns each for the values.
+// Fragments come straight from global memory in 8- and 16-byte pieces: which keys and columns sit
+// in which slot of an mma is free as long as both operands agree, so nothing has to be transposed.
+
+constexpr int SEGMENT_PAGES = 4;
+constexpr int ATTENTION_WARPS = SEGMENT_PAGES;
+constexpr unsigned HALF_ONES = 0x3c003c00u;
+
+// 2^x to 22 bits, 0 for -inf. One instruction everywhere: it must give the same bits everywhere.
+__device__ __forceinline__ float exp2_fast(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// 2^(from - to), where both may be -inf (nothing seen yet).
+__device__ __forceinline__ float rescale_factor(float from, float to) {
+    return from == to ? 1.0f : exp2_fast(__fsub_rn(from, to));
+}
+
+// Softmax state of one row: maximum and sum; `fold` adds a later part and returns the factors of
+// the two value vectors.
+struct Softmax {
+    float m, l;  // -inf and 0 at first
+    __device__ __forceinline__ float2 fold(float part_m, float part_l) {
+        const float largest = fmaxf(m, part_m);
+        const float2 factors =
+            make_float2(rescale_factor(m, largest), rescale_factor(part_m, largest));
+        m = largest;
+        l = __fmaf_rn(part_l, factors.y, __fmul_rn(l, factors.x));
+        return factors;
+    }
+};
+
+__device__ __forceinline__ float fold_value(float total, float part, float2 factors) {
+    return __fmaf_rn(part, factors.y, __fmul_rn(total, factors.x));
+}
+
+// The factor of a row's values: zero where nothing was visible (padding), so that it yields zeros.
+__device__ __forceinline__ float inverse_sum(float l) { return l == 0.0f ? 0.0f : __frcp_rn(l); }
+
+// Adding zero makes -0 and 0 one: they differ by who was masked.
+__device__ __forceinline__ __half normalised(float value, float inverse) {
+    return __float2half_rn(__fmaf_rn(value, inverse, 0.0f));
+}
+
+__device__ __forceinline__ unsigned normalised_pair(float low, float high, float inverse) {
+    const __half2 pair = __halves2half2(normalised(low, inverse), normalised(high, inverse));
+    return *reinterpret_cast<const unsigned*>(&pair);
+}
+
+// N (4 or 8) neighbouring values of one token as they lie in a page, expanded to f16 when needed,
+// so that waiting for memory overlaps with other work.
+template <bool Q8, int N>
+struct Values {
+    static constexpr int WORDS = Q8 ? N / 4 : N / 2;
+    unsigned raw[WORDS];
+    __half scale;
+
+    template <int HD>
+    __device__ __forceinline__ void load(const char* block, int token, int d) {
+        const char* from = block + (token * HD + d) * (Q8 ? 1 : 2);
+        if constexpr (WORDS == 4) {
+            const uint4 x = *reinterpret_cast<const uint4*>(from);
+            raw[0] = x.x, raw[1] = x.y, raw[2] = x.z, raw[3] = x.w;
+        } else if constexpr (WORDS == 2) {
+            const uint2 x = *reinterpret_cast<const uint2*>(from);
+            raw[0] = x.x, raw[1] = x.y;
+        } else {
+            raw[0] = *reinterpret_cast<const unsigned*>(from);
+        }
+        if constexpr (Q8)
+            scale = reinterpret_cast<const __half*>(block + PAGE * HD)[(token * HD + d) / Q8_BLOCK];
+    }
+
+    __device__ __forceinline__ void expand(unsigned (&half2s)[N / 2]) const {
+        if constexpr (!Q8) {
+#pragma unroll
+            for (int i = 0; i < WORDS; i++) half2s[i] = raw[i];
+        } else {
+            // byte b + 128 behind 0x64 is the f16 1024 + (b + 128): exact, then one rounding
+            const __half2 offset = __half2half2(__ushort_as_half(0x6480));  // 1152
+            const __half2 scales = __half2half2(scale);
+#pragma unroll
+            for (int i = 0; i < N / 2; i++) {
+                const unsigned bytes = __byte_perm(raw[i / 2] ^ 0x80808080u, 0x64646464u,
+                                                   i % 2 ? 0x4342 : 0x4140);
+                const __half2 n = __hsub2(*reinterpret_cast<const __half2*>(&bytes), offset);
+                const __half2 x = __hmul2_rn(n, scales);
+                half2s[i] = *reinterpret_cast<const unsigned*>(&x);
+            }
+        }
+    }
+};
+
+__device__ __forceinline__ void mma_fragment(float (&d)[4], uint4 a, unsigned b0, unsigned b1) {
+    const unsigned words[4] = {a.x, a.y, a.z, a.w};
+    mma_16x8x16(d, words, b0, b1);
+}
+
+// Where one tile finds its keys and values.
+template <bool Q8, int HD>
+struct Cache {
+    static constexpr int BLOCK_BYTES = kv_block_bytes(Q8 ? KV_Q8 : KV_F16, HD);
+    const char* base;  // this layer and KV head
+    const int* table;  // pages of this sequence
+    int n_kv_heads;
+    __device__ __forceinline__ const char* keys(int page) const {
+        return base + int64_t(table[page]) * n_kv_heads * 2 * BLOCK_BYTES;
+    }
+    __device__ __forceinline__ const char* values(int page) const {
+        return keys(page) + BLOCK_BYTES;
+    }
+};
+
+// out = softmax(q K^T * scale) V, rows of all tiles: q f16 [rows, H HD] -> f16 [rows, stride].
+// PRECOND: grid (tiles, H_kv, splits), 128 threads; tiles int32 (first row, rows, slot, position);
+// rows of a tile * H / H_kv <= 16; scale = attn_scale * log2(e).
+// Block z holds segments z, z + splits, ... With one split it folds them; with more it stores each
+// in part_values f32 [rows, H, max_segments, HD] and part_states (m, l) for attention_merge.
+// Reads K and V of a tile's context once; thread (g, t) of a warp holds rows g, g + 8 of a product.
+template <bool Q8, int HD>
+__device__ __forceinline__ void attention_tile(const __half* q, __half* out,
+                                               float* part_values, float2* part_states,
+                                               const char* pages, const int* page_table,
+                                               const int* tiles, int layer, int n_pages,
+                                               int max_pages, int max_segments, int n_heads,
+                                               int n_kv_heads, int stride, float scale) {
+    constexpr int COLUMNS = HD <= 128 ? 32 : 64;   // of the values, per warp
+    constexpr int NEIGHBOURS = COLUMNS / 8;        // columns whose V a thread loads
+    constexpr int STEPS = PAGE / 16;               // mma steps over the keys of a page
+    constexpr int AHEAD = HD <= 128 ? 4 : 2;       // steps whose V is on its way
+    using Key = Values<Q8, 8>;
+    using Value = Values<Q8, NEIGHBOURS>;
+    __shared__ int place[16], visible[16];  // of each row: (row, head) of q, last position it sees
+    __shared__ float page_max[2][SEGMENT_PAGES][16];      // two: the next segment may be ahead
+    __shared__ uint4 queries[HD / 16][32];                // A fragments, one uint4 a lane
+    // Each thread's folded segments, kept here since they are touched once in 256 keys.
+    __shared__ float4 total[NEIGHBOURS][32 * ATTENTION_WARPS];
+    __shared__ Softmax softmax[2][32 * ATTENTION_WARPS];
+    __shared__ uint4 weights[SEGMENT_PAGES * STEPS][32];  // P, likewise
+
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
+    const int kv_head = blockIdx.y, group = n_heads / n_kv_heads;
+    tiles += 4 * (gridDim.x - 1 - blockIdx.x);  // a prompt's last tiles see most: first
+    const int first_row = tiles[0], n_rows = tiles[1], slot = tiles[2], first_position = tiles[3];
+    const int last_position = slot < 0 ? -1 : first_position + n_rows - 1;
+    const int tile_pages = last_position / PAGE + (last_position >= 0);
+    const Cache<Q8, HD> cache = {
+        pages + kv_offset(layer, n_pages, 0, n_kv_heads, kv_head, Cache<Q8, HD>::BLOCK_BYTES),
+        page_table + int64_t(max(slot, 0)) * max_pages, n_kv_heads};
+
+    if (threadIdx.x < 16) {
+        const int token = threadIdx.x / group, head = kv_head * group + threadIdx.x % group;
+        place[threadIdx.x] = token < n_rows ? (first_row + token) * n_heads + head : -1;
+        visible[threadIdx.x] = token < n_rows && slot >= 0 ? first_position + token : -1;
+    }
+    __syncthreads();
+    for (int i = warp; i < HD / 32; i += ATTENTION_WARPS) {
+        uint4 x[2] = {};
+#pragma unroll
+        for (int j = 0; j < 2; j++)
+            if (visible[g + 8 * j] >= 0)
+                x[j] = *reinterpret_cast<const uint4*>(q + int64_t(place[g + 8 * j]) * HD + 32 * i +
+                                                       8 * t);
+        queries[2 * i][lane] = make_uint4(x[0].x, x[1].x, x[0].y, x[1].y);
+        queries[2 * i + 1][lane] = make_uint4(x[0].z, x[1].z, x[0].w, x[1].w);
+    }
+    __syncthreads();
+
+    for (int i = 0; i < 2; i++) softmax[i][threadIdx.x] = {-INFINITY, 0.0f};
+    for (int n = 0; n < NEIGHBOURS; n++) total[n][threadIdx.x] = make_float4(0, 0, 0, 0);
+    const bool has_columns = warp * COLUMNS < HD;
+    const int column = warp * COLUMNS + NEIGHBOURS * g;  // first one whose V this thread loads
+
+    const int n_segments = (tile_pages + SEGMENT_PAGES - 1) / SEGMENT_PAGES;
+    int turn = 0;
+    for (int segment = blockIdx.z; segment < n_segments; segment += gridDim.z, turn ^= 1) {
+        const int first_page = segment * SEGMENT_PAGES;
+        const int here = min(SEGMENT_PAGES, tile_pages - first_page);
+
+        // Scores of this warp's page: slots 2t, 2t + 1 of product n are keys
+        // 16 (n / 2) + 4t + 2 (n % 2) and the next one.
+        float score[2 * STEPS][4] = {};
+        float largest[2] = {-INFINITY, -INFINITY};
+        if (warp < here) {
+            const char* keys = cache.keys(first_page + warp);
+            const int token = 4 * (g / 2) + g % 2;
+            Key key[2 * STEPS];
+#pragma unroll
+            for (int n = 0; n < 2 * STEPS; n++)
+                key[n].template load<HD>(keys, 16 * (n / 2) + 2 * (n % 2) + token, 8 * t);
+#pragma unroll 1
+            for (int i = 0; i < HD / 32; i++) {
+                const uint4 a[2] = {queries[2 * i][lane], queries[2 * i + 1][lane]};
+#pragma unroll
+                for (int n = 0; n < 2 * STEPS; n++) {
+                    unsigned b[4];
+                    key[n].expand(b);
+                    if (i + 1 < HD / 32)
+                        key[n].template load<HD>(keys, 16 * (n / 2) + 2 * (n % 2) + token,
+                                                 32 * (i + 1) + 8 * t);
+                    mma_fragment(score[n], a[0], b[0], b[1]);
+                    mma_fragment(score[n], a[1], b[2], b[3]);
+                }
+            }
+            const int position = (first_page + warp) * PAGE + 4 * t;
+            const int last[2] = {visible[g], visible[g + 8]};
+#pragma unroll
+            for (int n = 0; n < 2 * STEPS; n++)
+#pragma unroll
+                for (int e = 0; e < 4; e++) {
+                    const int at = position + 16 * (n / 2) + 2 * (n % 2) + e % 2;
+                    score[n][e] = at <= last[e / 2] ? __fmul_rn(score[n][e], scale) : -INFINITY;
+                    largest[e / 2] = fmaxf(largest[e / 2], score[n][e]);
+                }
+#pragma unroll
+            for (int i = 0; i < 2; i++)
+#pragma unroll
+                for (int o = 1; o < 4; o *= 2)
+                    largest[i] = fmaxf(largest[i], __shfl_xor_sync(ALL_LANES, largest[i], o));
+        }
+        if (t == 0) {
+            page_max[turn][warp][g] = largest[0];
+            page_max[turn][warp][g + 8] = largest[1];
+        }
+
+        // The first values are on their way while the warps exchange maxima and weights.
+        Value value[AHEAD][4];
+        auto fetch = [&](int step, const char* values) {
+#pragma unroll
+            for (int k = 0; k < 4; k++)
+                value[step % AHEAD][k].template load<HD>(values, 16 * (step % STEPS) + 4 * t + k,
+                                                         column);
+        };
+        const char* values = cache.values(first_page);
+        if (has_columns)
+#pragma unroll
+            for (int step = 0; step < AHEAD; step++) fetch(step, values);
+        __syncthreads();
+
+        if (warp < here) {
+            float m[2] = {-INFINITY, -INFINITY};  // up to this warp's page
+#pragma unroll
+            for (int page = 0; page < SEGMENT_PAGES; page++)
+#pragma unroll
+                for (int i = 0; i < 2; i++)
+                    if (page <= warp) m[i] = fmaxf(m[i], page_max[turn][page][g + 8 * i]);
+#pragma unroll
+            for (int i = 0; i < 2; i++)
+                if (m[i] == -INFINITY) m[i] = 0.0f;  // nothing visible yet: all weights are 2^-inf
+#pragma unroll
+            for (int step = 0; step < STEPS; step++) {
+                unsigned a[4];
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    const float* x = &score[2 * step + i / 2][2 * (i % 2)];
+                    const __half2 p =
+                        __floats2half2_rn(exp2_fast(__fsub_rn(x[0], m[i % 2])),
+                                          exp2_fast(__fsub_rn(x[1], m[i % 2])));
+                    a[i] = *reinterpret_cast<const unsigned*>(&p);
+                }
+                weights[warp * STEPS + step][lane] = make_uint4(a[0], a[1], a[2], a[3]);
+            }
+        }
+        __syncthreads();
+        if (!has_columns) continue;
+
+        // Values: slots 2t, 2t + 1, 2t + 8, 2t + 9 are keys 4t .. 4t + 3 of a step, and slot g of
+        // product n is column NEIGHBOURS * g + n of this warp.
+        float sum[4] = {}, o[NEIGHBOURS][4] = {};
+        float m[2] = {-INFINITY, -INFINITY};
+#pragma unroll
+        for (int page = 0; page < SEGMENT_PAGES; page++) {
+            if (page >= here) break;
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                const float before = m[i];
+                m[i] = fmaxf(before, page_max[turn][page][g + 8 * i]);
+                const float factor = rescale_factor(before, m[i]);
+#pragma unroll
+                for (int e = 2 * i; e < 2 * i + 2; e++) {
+                    sum[e] = __fmul_rn(sum[e], factor);
+#pragma unroll
+                    for (int n = 0; n < NEIGHBOURS; n++) o[n][e] = __fmul_rn(o[n][e], factor);
+                }
+            }
+            const bool more = page + 1 < here;
+            const char* next = more ? cache.values(first_page + page + 1) : nullptr;
+#pragma unroll
+            for (int step = 0; step < STEPS; step++) {
+                const uint4 p = weights[page * STEPS + step][lane];
+                unsigned v[4][NEIGHBOURS / 2];
+#pragma unroll
+                for (int k = 0; k < 4; k++) value[step % AHEAD][k].expand(v[k]);
+                if (step + AHEAD < STEPS)
+                    fetch(step + AHEAD, values);
+                else if (more)
+                    fetch(step + AHEAD, next);
+                mma_fragment(sum, p, HALF_ONES, HALF_ONES);
+#pragma unroll
+                for (int n = 0; n < NEIGHBOURS; n++) {
+                    const unsigned pick = n % 2 ? 0x7632 : 0x5410;
+                    mma_fragment(o[n], p, __byte_perm(v[0][n / 2], v[1][n / 2], pick),
+                                __byte_perm(v[2][n / 2], v[3][n / 2], pick));
+                }
+            }
+            values = next;
+        }
+
+        // Thread (g, t) now holds columns 2 NEIGHBOURS t .. of its warp, rows g and g + 8.
+        if (gridDim.z == 1) {
+            const float2 up = softmax[0][threadIdx.x].fold(m[0], sum[0]);
+            const float2 down = softmax[1][threadIdx.x].fold(m[1], sum[2]);
+#pragma unroll
+            for (int n = 0; n < NEIGHBOURS; n++) {
+                float4& all = total[n][threadIdx.x];
+                all = make_float4(fold_value(all.x, o[n][0], up), fold_value(all.y, o[n][1], up),
+                                  fold_value(all.z, o[n][2], down),
+                                  fold_value(all.w, o[n][3], down));
+            }
+            continue;
+        }
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            if (visible[g + 8 * i] < 0) continue;
+            const int64_t at = int64_t(place[g + 8 * i]) * max_segments + segment;
+            float4* to = reinterpret_cast<float4*>(part_values + at * HD + warp * COLUMNS +
+                                                   2 * NEIGHBOURS * t);
+#pragma unroll
+            for (int n = 0; n < 2 * NEIGHBOURS; n += 4) {
+                const int e = 2 * i + n / NEIGHBOURS, c = n % NEIGHBOURS;
+                to[n / 4] = make_float4(o[c][e], o[c + 1][e], o[c + 2][e], o[c + 3][e]);
+            }
+            if (warp == 0 && t == 0) part_states[at] = make_float2(m[i], sum[2 * i]);
+        }
+    }
+    if (gridDim.z > 1 || !has_columns) return;
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const int row_and_head = place[g + 8 * i];
+        if (row_and_head < 0) continue;
+        const float inverse = inverse_sum(softmax[i][threadIdx.x].l);
+        __half* to = out + int64_t(row_and_head / n_heads) * stride +
+                     row_and_head % n_heads * HD + warp * COLUMNS + 2 * NEIGHBOURS * t;
+        unsigned x[NEIGHBOURS];  // pairs of columns
+#pragma unroll
+        for (int n = 0; n < NEIGHBOURS; n += 2) {
+            const float4 a = total[n][threadIdx.x], b = total[n + 1][threadIdx.x];
+            x[n / 2] = normalised_pair(i ? a.z : a.x, i ? b.z : b.x, inverse);
+            x[(NEIGHBOURS + n) / 2] = normalised_pair(i ? a.w : a.y, i ? b.w : b.y, inverse);
+        }
+#pragma unroll
+        for (int n = 0; n < NEIGHBOURS; n += 4)
+            reinterpret_cast<uint4*>(to)[n / 4] = make_uint4(x[n], x[n + 1], x[n + 2], x[n + 3]);
+    }
+}
+
+#define ATTENTION(NAME, Q8, HD, BLOCKS)                                                            \
+    extern "C" __global__ void __launch_bounds__(32 * ATTENTION_WARPS, BLOCKS)                     \
+        NAME(const __half* q, __half* out, float* part_values, float2* part_states,                \
+             const char* pages, const int* page_table, const int* tiles, int layer, int n_pages,  \
+             int max_pages, int max_segments, int n_heads, int n_kv_heads, int stride,             \
+             float scale) {                                                                        \
+        attention_tile<Q8, HD>(q, out, part_values, part_states, pages, page_table, tiles, layer,  \
+                               n_pages, max_pages, max_segments, n_heads, n_kv_heads, stride,      \
+                               scale);                                                             \
+    }
+ATTENTION(attention_f16_64, false, 64, 3)
+ATTENTION(attention_f16_96, false, 96, 3)
+ATTENTION(attention_f16_128, false, 128, 3)
+ATTENTION(attention_f16_256, false, 256, 2)
+ATTENTION(attention_q8_64, true, 64, 3)
+ATTENTION(attention_q8_96, true, 96, 3)
+ATTENTION(attention_q8_128, true, 128, 3)
+ATTENTION(attention_q8_256, true, 256, 2)
+
+// Folds the stored segments of each row and head in index order: -> out f16 [rows, stride].
+// PRECOND: grid (rows, H), HD threads; stored by an attention kernel over the same rows.
+// One thread holds one column. Reads 4 (HD + 2) bytes a segment; rows with slot < 0 become zero.
+KERNEL attention_merge(const float* part_values, const float2* part_states, __half* out,
+                       const int* positions, const int* slots, int max_segments, int stride) {
+    const int row = blockIdx.x, head = blockIdx.y, head_dim = blockDim.x, column = threadIdx.x;
+    const int n_segments = slots[row] < 0 ? 0 : positions[row] / (SEGMENT_PAGES * PAGE) + 1;
+    const int64_t first = (int64_t(row) * gridDim.y + head) * max_segments;
+    Softmax softmax = {-INFINITY, 0.0f};
+    float total = 0.0f;
+#pragma unroll 4
+    for (int64_t at = first; at < first + n_segments; at++) {
+        const float2 state = part_states[at];
+        const float2 factors = softmax.fold(state.x, state.y);
+        total = fold_value(total, part_values[at * head_dim + column], factors);
+    }
+    out[int64_t(row) * stride + head * head_dim + column] = 
+        normalised(total, inverse_sum(softmax.l));
+}
+
+// The same in float32 without tensor cores, for f32 KV; no promise of speed, so nothing is split.
+// q f32 [rows, H D] -> out f32 [rows, H D], which attention_f32_scale turns into a GEMM input: f32
+// values may be larger than f16 holds.
+// PRECOND: grid (rows, H), 128 threads; D <= 256 in whole blocks of 32. One block holds one row and
+// head; it reads the K and V that the row sees once. Rows with slot < 0 become zero.
+KERNEL attention_f32(const float* q, float* out, const char* pages, const int* page_table,
+                     const int* positions, const int* slots, int layer, int n_pages,
+                     int max_pages, int n_kv_heads, int head_dim, float scale) {
+    __shared__ float weight[PAGE];
+    const int row = blockIdx.x, head = blockIdx.y, n_heads = gridDim.y;
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    const int kv_head = head / (n_heads / n_kv_heads), bytes = kv_block_bytes(KV_F32, head_dim);
+    const int visible = slots[row] < 0 ? 0 : positions[row] + 1;
+    const int64_t place = (int64_t(row) * n_heads + head) * head_dim;
+    float m = -INFINITY, sum = 0.0f, o[2] = {};
+    for (int start = 0; start < visible; start += PAGE) {
+        const int page = page_table[int64_t(slots[row]) * max_pages + start / PAGE];
+        const int n = min(PAGE, visible - start);
+        const float* keys = reinterpret_cast<const float*>(
+            pages + kv_offset(layer, n_pages, page, n_kv_heads, kv_head, bytes));
+        const float* values = keys + PAGE * head_dim;
+        for (int key = warp; key < PAGE; key += 4) {
+            float dot = 0.0f;
+            for (int d = lane; d < head_dim && key < n; d += 32)
+                dot += q[place + d] * keys[key * head_dim + d];
+            dot = warp_sum(dot);
+            if (lane == 0) weight[key] = key < n ? dot * scale : -INFINITY;
+        }
+        __syncthreads();
+        const float x[2] = {weight[lane], weight[lane + 32]};
+        const float largest = fmaxf(m, warp_max(fmaxf(x[0], x[1])));
+        const float p[2] = {exp2f(x[0] - largest), exp2f(x[1] - largest)};
+        const float factor = exp2f(m - largest);
+        m = largest, sum = sum * factor + warp_sum(p[0] + p[1]);
+        __syncthreads();
+        if (warp == 0) weight[lane] = p[0], weight[lane + 32] = p[1];
+        __syncthreads();
+        for (int i = 0, d = threadIdx.x; d < head_dim; i++, d += 128) {
+            o[i] *= factor;
+            for (int key = 0; key < n; key++) o[i] += weight[key] * values[key * head_dim + d];
+        }
+        __syncthreads();
+    }
+    for (int i = 0, d = threadIdx.x; d < head_dim; i++, d += 128)
+        out[place + d] = visible ? o[i] / sum : 0.0f;
+}
+
+// x[r] f16 [rows, stride] and scale [rows] from f32 [rows, cols].
+// PRECOND: grid (rows), 512 threads; stride = cols rounded up to 64. One block holds one row.
+KERNEL attention_f32_scale(const float* values, __half* x, float* scale, int cols, int stride) {
+    const float* row = values + int64_t(blockIdx.x) * cols;
+    float largest = 0.0f;
+    for (int i = threadIdx.x; i < cols; i += blockDim.x) largest = fmaxf(largest, fabsf(row[i]));
+    largest = block_sum_and_max(0.0f, largest).y;
+    store_scaled_row([=](int i) { return row[i]; }, largest, blockIdx.x, cols, stride, x, scale);
+}
+
+// ---------------------------------------------------------------------------------------------
+// Sampling: sampling.py is the definition, its docstring the explanation. Every number below is
+// either exact (integers, keys) or one rounded float64 operation after another, as written there.
+// ---------------------------------------------------------------------------------------------
+
+constexpr int SAMPLE_THREADS = 1024;
+constexpr double REACH = 28.0;
+constexpr int WEIGHT_BITS = 40;
+constexpr double LN2_HIGH = 6.93147180369123816490e-01, LN2_LOW = 1.90821492927058770002e-10;
+
+struct SampleRow {                          // sampling.ROW
+    uint64_t seed;
+    double inverse_temperature, min_gap;    // 0 = greedy
+    uint32_t position, choice, top_k, top_p;
+    float repetition, presence, frequency;
+    int adjustment, active;
+};
+static_assert(sizeof(SampleRow) == 64, "sampling.ROW has 64 bytes");
+
+struct Adjustment {                         // sampling.ADJUSTMENT
+    uint32_t count;
+    float bias;
+};
+
+// p * z + c in two roundings.
+__device__ __forceinline__ double mul_add(double p, double z, double c) {
+    return __dadd_rn(__dmul_rn(p, z), c);
+}
+
+// floor(exp(x) * 2^40), 0 below -REACH; x <= 0.
+__device__ __forceinline__ uint64_t sample_weight(double x) {
+    if (x < -REACH) return 0;
+    double k = rint(__dmul_rn(x, 1.4426950408889634));
+    double r = __dsub_rn(__dsub_rn(x, __dmul_rn(k, LN2_HIGH)), __dmul_rn(k, LN2_LOW));
+    double p = 1.0 / 6227020800.0;          // 1/13!, then the other Taylor terms
+    p = mul_add(p, r, 1.0 / 479001600.0);
+    p = mul_add(p, r, 1.0 / 39916800.0);
+    p = mul_add(p, r, 1.0 / 3628800.0);
+    p = mul_add(p, r, 1.0 / 362880.0);
+    p = mul_add(p, r, 1.0 / 40320.0);
+    p = mul_add(p, r, 1.0 / 5040.0);
+    p = mul_add(p, r, 1.0 / 720.0);
+    p = mul_add(p, r, 1.0 / 120.0);
+    p = mul_add(p, r, 1.0 / 24.0);
+    p = mul_add(p, r, 1.0 / 6.0);
+    p = mul_add(p, r, 0.5);
+    p = mul_add(p, r, 1.0);
+    p = mul_add(p, r, 1.0);
+    double power = __longlong_as_double((long long)(int(k) + 1023 + WEIGHT_BITS) << 52);
+    return uint64_t(__dmul_rn(p, power));
+}
+
+// Natural logarithm of a positive, normal v.
+__device__ __forceinline__ double sample_log(double v) {
+    long long bits = __double_as_longlong(v);
+    int e = int(bits >> 52) - 1022;
+    double m = __longlong_as_double((bits & 0xfffffffffffffLL) | 1022LL << 52);     // [1/2, 1)
+    if (m < 0.7071067811865476) {
+        m = __dadd_rn(m, m);
+        e -= 1;
+    }
+    double s = __ddiv_rn(__dsub_rn(m, 1.0), __dadd_rn(m, 1.0));
+    double z = __dmul_rn(s, s);
+    double p = 1.0 / 23.0;
+#pragma unroll
+    for (int n = 21; n > 0; n -= 2) p = mul_add(p, z, 1.0 / n);
+    double tail = __dadd_rn(__dmul_rn(__dmul_rn(2.0, s), p), __dmul_rn(double(e), LN2_LOW));
+    return __dadd_rn(__dmul_rn(double(e), LN2_HIGH), tail);
+}
+
+// Philox4x32-10.
+__device__ __forceinline__ uint4 philox(uint64_t seed, uint4 counter) {
+    uint32_t key0 = uint32_t(seed), key1 = uint32_t(seed >> 32);
+#pragma unroll
+    for (int round = 0; round < 10; round++) {
+        uint64_t even = uint64_t(counter.x) * 0xD2511F53u, odd = uint64_t(counter.z) * 0xCD9E8D57u;
+        counter = make_uint4(uint32_t(odd >> 32) ^ counter.y ^ key0, uint32_t(odd),
+                             uint32_t(even >> 32) ^ counter.w ^ key1, uint32_t(even));
+        key0 += 0x9E3779B9u;
+        key1 += 0xBB67AE85u;
+    }
+    return counter;
+}
+
+// Gumbel noise of one Philox word, as the definition has it.
+__device__ __forceinline__ double gumbel(uint32_t word) {
+    double u = __dmul_rn(__dadd_rn(double(word), 0.5), 1.0 / 4294967296.0);
+    return -sample_log(-sample_log(u));
+}
+
+// The same in float32, within 5e-6: -log(u) keeps a relative error below 4e-7 if words near 2^32 go
+// through log1p of the distance to 1; the outer log makes that an absolute error and, being at most
+// 23, adds 2e-6 of its own.
+__device__ __forceinline__ float rough_gumbel(uint32_t word) {
+    constexpr float unit = 1.0f / 4294967296.0f;
+    float y = word < 0x80000000u ? logf((float(word) + 0.5f) * unit)
+                                 : log1pf(-(float(~word) + 0.5f) * unit);
+    return -logf(-y);
+}
+
+// uint32 in the order of the floats; -0 and 0 are equal, NaN is above all.
+__device__ __forceinline__ uint32_t float_rank(float x) {
+    if (x != x) return 0xffffffffu;
+    uint32_t bits = __float_as_uint(__fadd_rn(x, 0.0f));
+    return bits >> 31 ? ~bits : bits | 0x80000000u;
+}
+
+__device__ __forceinline__ float float_of_rank(uint32_t rank) {
+    return __uint_as_float(rank >> 31 ? rank & 0x7fffffffu : ~rank);
+}
+
+// Every thread of the block gets op over all threads' x; op is exact and commutative.
+template <class T, class Op>
+__device__ __forceinline__ T block_all(T x, Op op) {
+    __shared__ T partial[SAMPLE_THREADS / 32];
+#pragma unroll
+    for (int o = 16; o > 0; o >>= 1) x = op(x, __shfl_xor_sync(ALL_LANES, x, o));
+    __syncthreads();                        // an earlier result has been read by all
+    if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = x;
+    __syncthreads();
+    x = partial[threadIdx.x % 32];
+#pragma unroll
+    for (int o = 16; o > 0; o >>= 1) x = op(x, __shfl_xor_sync(ALL_LANES, x, o));
+    return x;
+}
+
+template <class T>
+__device__ __forceinline__ T block_max(T x) {
+    return block_all(x, [](T a, T b) { return a > b ? a : b; });
+}
+
+__device__ __forceinline__ uint64_t block_sum(uint64_t x) {
+    return block_all(x, [](uint64_t a, uint64_t b) { return a + b; });
+}
+
+// The logits of one row as the sampler sees them: penalties and bias are applied on every read.
+struct SampleValues {
+    const float* logits;
+    const Adjustment* adjustments;          // of this row, or null
+    float repetition, presence, frequency;
+
+    __device__ __forceinline__ float operator()(int id) const {
+        float l = logits[id];
+        if (adjustments == nullptr) return l;
+        Adjustment a = adjustments[id];
+        if (a.count) l = l > 0.0f ? __fdiv_rn(l, repetition) : __fmul_rn(l, repetition);
+        uint32_t said = a.count & 0x7fffffffu;
+        if (said)
+            l = __fsub_rn(__fsub_rn(l, presence), __fmul_rn(frequency, __uint2float_rn(said)));
+        return __fadd_rn(l, a.bias);
+    }
+
+    // Ranking by logit descending, then id ascending: the larger key comes first.
+    __device__ __forceinline__ uint64_t key(int id) const {
+        return uint64_t(float_rank((*this)(id))) << 32 | uint32_t(~id);
+    }
+};
+
+// Sums over tokens that share a digit of their key. A weight is three limbs of 14 bits, so that the adds are
+// native 32-bit atomics and 2^18 tokens cannot overflow one; lanes spread over 8 copies.
+constexpr int BINS = 256, BIN_COPIES = 8, LIMB_BITS = 14;
+struct SampleBins {
+    uint32_t limb[3][BINS][BIN_COPIES], count[BINS][BIN_COPIES];
+    uint64_t sum[BINS], before;             // from here on bins are in falling order of their digits
+    bool single[BINS];
+    int chosen;
+};
+
+// Lowest key that a filter keeps, in every thread. Of the tokens with key >= floor, in the order of the
+// ranking, it keeps those before whom the weights sum to less than limit_of(sum of all); at
+// least one and at most all of the sum must be asked for. Radix select, 8 bits of the key a pass; once the
+// deciding token is alone in its bin, the bin's lowest key does.
+template <class Weight, class Limit>
+__device__ uint64_t sample_cut(SampleBins& bins, const SampleValues& values, int n_vocab,
+                               uint64_t floor, Weight weight_of, Limit limit_of) {
+    uint64_t prefix = 0;                    // leading digits of the deciding token
+    uint64_t before = 0, limit = 0;         // weights of what is surely kept; known to warp 0
+    for (int shift = 56;; shift -= 8) {
+        for (int i = threadIdx.x; i < BINS * BIN_COPIES; i += SAMPLE_THREADS) {
+            for (int part = 0; part < 3; part++) (&bins.limb[part][0][0])[i] = 0;
+            (&bins.count[0][0])[i] = 0;
+        }
+        __syncthreads();
+        for (int id = threadIdx.x; id < n_vocab; id += SAMPLE_THREADS) {
+            uint64_t key = values.key(id);
+            if (key < floor || (shift < 56 && key >> (shift + 8) != prefix)) continue;
+            uint64_t weight = weight_of(id);
+            // Weightless tokens come last; whether one joins the bin of the deciding token is all the same,
+            // for they are out of reach of the noise.
+            if (weight == 0) continue;
+            int digit = int(key >> shift) & (BINS - 1), copy = threadIdx.x % BIN_COPIES;
+            atomicAdd(&bins.count[digit][copy], 1u);
+            for (int part = 0; part < 3; part++) {
+                uint32_t limb = uint32_t(weight >> (part * LIMB_BITS)) & ((1u << LIMB_BITS) - 1);
+                if (limb) atomicAdd(&bins.limb[part][digit][copy], limb);
+            }
+        }
+        __syncthreads();
+        if (threadIdx.x < BINS) {           // fold the copies; sum[0] is of the highest digit
+            int digit = BINS - 1 - int(threadIdx.x);
+            uint64_t sum = 0;
+            uint32_t count = 0;
+            for (int copy = 0; copy < BIN_COPIES; copy++) {
+                count += bins.count[digit][copy];
+                for (int part = 0; part < 3; part++)
+                    sum += uint64_t(bins.limb[part][digit][copy]) << (part * LIMB_BITS);
+            }
+            bins.sum[threadIdx.x] = sum;
+            bins.single[threadIdx.x] = count == 1;
+        }
+        __syncthreads();
+        if (threadIdx.x < 32) {             // find the bin in which the sum reaches the limit
+            constexpr int PER_LANE = BINS / 32;
+            uint64_t mine = 0;
+            for (int j = 0; j < PER_LANE; j++) mine += bins.sum[threadIdx.x * PER_LANE + j];
+            uint64_t up_to = mine;          // inclusive sum over the lanes
+#pragma unroll
+            for (int o = 1; o < 32; o <<= 1) {
+                uint64_t left = __shfl_up_sync(ALL_LANES, up_to, o);
+                if (int(threadIdx.x) >= o) up_to += left;
+            }
+            if (shift == 56) limit = limit_of(__shfl_sync(ALL_LANES, up_to, 31));
+            uint64_t sum = before + up_to - mine;
+            for (int j = 0; j < PER_LANE; j++) {
+                int bin = threadIdx.x * PER_LANE + j;
+                if (sum < limit && limit <= sum + bins.sum[bin]) {
+                    bins.chosen = bin;
+                    bins.before = sum;
+                }
+                sum += bins.sum[bin];
+            }
+        }
+        __syncthreads();
+        prefix = prefix << 8 | uint32_t(BINS - 1 - bins.chosen);
+        before = bins.before;
+        bool done = bins.single[bins.chosen] || shift == 0;
+        if (done) return max(prefix << shift, floor);
+    }
+}
+
+// Calls visit(id, logit, Philox word) for the tokens with key >= floor. Neighbours share a Philox call.
+template <class Visit>
+__device__ __forceinline__ void sample_survivors(const SampleValues& values, const SampleRow& row,
+                                                 int n_vocab, uint64_t floor, Visit visit) {
+    for (int id = 4 * threadIdx.x; id < n_vocab; id += 4 * SAMPLE_THREADS) {
+        bool keeps[4], any = false;
+        float logit[4];
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            keeps[j] = id + j < n_vocab && values.key(id + j) >= floor;
+            logit[j] = keeps[j] ? values(id + j) : 0.0f;
+            any |= keeps[j];
+        }
+        if (!any) continue;
+        uint4 words = philox(row.seed, make_uint4(row.position, row.choice, uint32_t(id) / 4, 0));
+        uint32_t word[4] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+        for (int j = 0; j < 4; j++)
+            if (keeps[j]) visit(id + j, logit[j], word[j]);
+    }
+}
+
+// Token id, in every thread: the filters of the row, then the argmax of x + noise. `top` = largest logit.
+__device__ int sample_draw(SampleBins& bins, const SampleValues& values, const SampleRow& row,
+                           int n_vocab, float top) {
+    auto x_of = [&](float l) {
+        return __dmul_rn(__dsub_rn(double(l), double(top)), row.inverse_temperature);
+    };
+    uint64_t floor = 0;
+    if (row.top_k > 0 && row.top_k < n_vocab)
+        floor = sample_cut(
+            bins, values, n_vocab, floor, [](int) { return uint64_t(1); },
+            [&](uint64_t) { return uint64_t(row.top_k); });
+    if (row.top_p > 0)
+        floor = sample_cut(
+            bins, values, n_vocab, floor, [&](int id) { return sample_weight(x_of(values(id))); },
+            [&](uint64_t all) {             // ceil(top_p * all / 2^32), in 64 bits
+                uint64_t p = row.top_p, low = p * uint32_t(all);
+                return p * (all >> 32) + (low >> 32) + (uint32_t(low) != 0);
+            });
+
+    // The lowest float that min_p keeps, by bisection: gap >= min_gap is monotone in the logit.
+    uint32_t lowest = 0, highest = float_rank(top);
+    while (lowest < highest) {
+        uint32_t middle = lowest + (highest - lowest) / 2;
+        if (__dsub_rn(double(float_of_rank(middle)), double(top)) >= row.min_gap) highest = middle;
+        else lowest = middle + 1;
+    }
+    uint64_t min_p_floor = uint64_t(lowest) << 32;
+    floor = max(floor, min_p_floor);
+
+    // Scores in float32 are within 2e-5 of the truth (x is above -28.1 here), so what is 1e-3 behind
+    // the best of them cannot win; the rest, nearly always one token, is scored exactly.
+    float inverse = float(row.inverse_temperature), best = -INFINITY;
+    auto rough = [&](float l, uint32_t word) { return (l - top) * inverse + rough_gumbel(word); };
+    sample_survivors(values, row, n_vocab, floor, [&](int, float l, uint32_t word) {
+        best = fmaxf(best, rough(l, word));
+    });
+    float close = block_max(best) - 1e-3f;
+
+    double score = -INFINITY;
+    int token = -1;
+    sample_survivors(values, row, n_vocab, floor, [&](int id, float l, uint32_t word) {
+        if (rough(l, word) < close) return;
+        double exact = __dadd_rn(x_of(l), gumbel(word));
+        if (exact > score) {                // ids ascend within a thread: the lower one stays
+            score = exact;
+            token = id;
+        }
+    });
+    double winner = block_max(score);
+    return int(~block_max(score == winner && token >= 0 ? ~uint32_t(token) : 0u));
+}
+
+// tokens[row], logprobs[row] = sampling.sample(logits[row] (n_vocab), rows[row]); -1 for padding and for a
+// row with a NaN, a +inf or no finite logit. last_tokens[slot of the row] is the token again (0 for
+// -1), for the next step's `embed`. Counts the token in adjustments[rows[row].adjustment].
+// PRECOND: grid (rows), block 1024, n_vocab <= 2^20, no adjustments row used twice.
+// Thread 0 holds and writes the result. Bytes: 4 n_vocab a pass; greedy 2 passes (argmax, logprob), sampling
+// 2 more, top_k and top_p 3 to 8 each; 12 n_vocab a pass with adjustments.
+KERNEL __launch_bounds__(SAMPLE_THREADS)
+sample(const float* logits, const SampleRow* rows, Adjustment* adjustments, int* tokens,
+       float* logprobs, int* last_tokens, const int* slots, const int* logit_rows, int n_vocab) {
+    __shared__ SampleBins bins;
+    const SampleRow& row = rows[blockIdx.x];
+    if (!row.active) {
+        if (threadIdx.x == 0) {
+            tokens[blockIdx.x] = -1;
+            logprobs[blockIdx.x] = 0.0f;
+        }
+        return;
+    }
+    logits += size_t(blockIdx.x) * n_vocab;
+    Adjustment* adjustment =
+        row.adjustment < 0 ? nullptr : adjustments + size_t(row.adjustment) * n_vocab;
+    SampleValues values{logits, adjustment, row.repetition, row.presence, row.frequency};
+
+    uint64_t best = 0;
+    for (int id = threadIdx.x; id < n_vocab; id += SAMPLE_THREADS) {
+        uint64_t key = values.key(id);
+        best = key > best ? key : best;
+    }
+    best = block_max(best);
+    float top = float_of_rank(uint32_t(best >> 32)), logprob = 0.0f;
+    int token = -1;
+    if (isfinite(top)) {
+        token = int(~uint32_t(best));
+        if (row.inverse_temperature > 0.0) token = sample_draw(bins, values, row, n_vocab, top);
+
+        float raw_top = top;
+        if (adjustment != nullptr) {
+            float largest = -INFINITY;
+            for (int id = threadIdx.x; id < n_vocab; id += SAMPLE_THREADS)
+                largest = fmaxf(largest, logits[id]);
+            raw_top = block_max(largest);
+        }
+        uint64_t weights = 0;
+        for (int id = threadIdx.x; id < n_vocab; id += SAMPLE_THREADS)
+            weights += sample_weight(__dsub_rn(double(logits[id]), double(raw_top)));
+        double all = __dmul_rn(__ull2double_rn(block_sum(weights)), 1.0 / (1LL << WEIGHT_BITS));
+        logprob = float(__dsub_rn(__dsub_rn(double(logits[token]), double(raw_top)), sample_log(all)));
+    }
+    if (threadIdx.x == 0) {
+        tokens[blockIdx.x] = token;
+        logprobs[blockIdx.x] = logprob;
+        last_tokens[slots[logit_rows[blockIdx.x]]] = token < 0 ? 0 : token;
+        if (adjustment != nullptr && token >= 0) adjustment[token].count++;
+    }
+}

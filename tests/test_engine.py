@@ -1,0 +1,207 @@
+"""The engine: admission, cancellation, stop strings, limits, errors, and the two op tables' names."""
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import device
+import leone
+import reference
+from errors import Overloaded, RequestError
+from kv import PAGE, PagePool
+from models import BACKENDS, engine, quantised, smol
+
+ROOT = Path(leone.__file__).resolve().parent
+# What a backend has beside ops: loading, memory and the steps of the engine.
+NOT_OPS = {"matrix", "vector", "expand", "pages", "tile_tokens", "multiply", "attend", "close"}
+
+
+def public(cls):
+    return {name for name in vars(cls) if not name.startswith("_") and callable(vars(cls)[name])}
+
+
+def test_backends_have_the_same_ops():
+    """Everything that the engine and the forward pass call exists on both sides."""
+    called = set()
+    for name in ("leone.py", "model.py", "tools.py"):
+        called |= set(re.findall(r"\bops\.(\w+)\(", (ROOT / name).read_text()))
+    assert {"embed", "attention", "sample", "upload_batch"} <= called
+    assert called <= public(reference.Reference) | {"kv"}
+    assert called <= public(device.Device)
+
+
+def test_every_kernel_has_its_twin():
+    """A kernel is an op of the table, or its name begins with that of its op."""
+    source = (ROOT / "kernels.cu").read_text()
+    kernels = set(re.findall(r"^KERNEL\b[^(]*?(?:\([^()]*\)\s*)?(\w+)\(", source, re.M))
+    assert len(kernels) > 8
+    ops = public(reference.Reference) & public(device.Device)
+    for kernel in kernels:
+        assert any(kernel == op or kernel.startswith(op + "_") for op in ops), kernel
+    tests = (ROOT / "tests" / "test_kernels.py").read_text()
+    for op in {op for op in ops for kernel in kernels if kernel.startswith(op)} - NOT_OPS:
+        assert f"def test_{op}" in tests, f"tests/test_kernels.py has no test_{op}"
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    with engine(quantised("llama3"), "cpu", max_rows=4, queue=6) as e:
+        yield e
+
+
+def finish(e, *requests):
+    while e.step():
+        pass
+    assert e.pool.free_count == len(e.pool.holders) and not e.active and not e.waiting
+    return [request.tokens for request in requests]
+
+
+def test_seed_decides(tiny):
+    make = lambda seed: tiny.submit([1, 2, 3], leone.Sampling(temperature=2.0, seed=seed), 20,
+                                    ignore_eos=True)
+    first, again, other = finish(tiny, make(7), make(7), make(8))
+    assert first == again != other
+
+
+def test_continuation_equals_one_run(tiny):
+    """Logits of a longer prompt reproduce what generation chose, token by token."""
+    ids = [5, 6, 7]
+    tokens = [e.token for e in tiny.generate(ids, leone.Sampling(temperature=0), 70,
+                                             ignore_eos=True)]
+    logits = tiny.logits(ids + tokens)
+    assert logits[2:-1].argmax(1).tolist() == tokens
+
+
+def test_cancel_frees_everything(tiny):
+    requests = [tiny.submit([1] * 100, leone.Sampling(seed=1), 500) for _ in range(6)]
+    for _ in range(3):
+        tiny.step()
+    for request in requests:
+        request.cancel()
+    finish(tiny)
+    assert {r.finish_reason for r in requests} == {"cancelled"}
+
+
+def test_abandoned_generator_frees_everything(tiny):
+    events = tiny.generate([1, 2], leone.Sampling(seed=3), 50, ignore_eos=True)
+    next(events)
+    events.close()
+    finish(tiny)
+
+
+def test_queue_is_bounded(tiny):
+    requests = [tiny.submit([1], leone.Sampling(seed=1), 5) for _ in range(6)]
+    with pytest.raises(Overloaded) as caught:
+        tiny.submit([1], leone.Sampling(seed=1), 5)
+    assert caught.value.status == 429 and caught.value.code == "queue_full"
+    assert caught.value.retry_after_ms > 0
+    finish(tiny, *requests)
+
+
+def test_waits_for_pages(tiny):
+    """Requests that do not fit together run one after another, each to its end."""
+    requests = [tiny.submit([1] * 10, leone.Sampling(seed=i), 480, ignore_eos=True)
+                for i in range(6)]
+    tiny.step()
+    assert 0 < len(tiny.active) <= 4
+    assert all(len(tokens) == 480 for tokens in finish(tiny, *requests))
+
+
+@pytest.mark.parametrize("prompt, options, code", [
+    ([], {}, "invalid_request"),
+    ([512], {}, "invalid_request"),
+    ([-1], {}, "invalid_request"),
+    ([1], {"max_tokens": 0}, "invalid_request"),
+    ([1], {"max_tokens": 10**9}, "context_length_exceeded"),
+    ([1] * 600, {"max_tokens": 5}, "context_length_exceeded"),
+])
+def test_bad_requests(tiny, prompt, options, code):
+    with pytest.raises(RequestError) as caught:
+        tiny.submit(prompt, leone.Sampling(), **options)
+    assert caught.value.code == code and caught.value.status == 400
+    assert "\n" not in str(caught.value)
+    assert not tiny.waiting
+
+
+def test_default_length_fills_the_context(tiny):
+    request = tiny.submit([1, 2, 3], leone.Sampling(temperature=0), ignore_eos=True)
+    finish(tiny, request)
+    assert len(request.tokens) + 3 in (tiny.cfg.n_ctx - 1, tiny.cfg.n_ctx)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_stop_strings(backend):
+    """The answer ends before a stop string, and no event ever shows a part of one."""
+    with engine(smol(), backend) as e:
+        plain = "".join(event.text for event in e.generate(
+            "The capital of France is", leone.Sampling(temperature=0), 24))
+        assert "Paris" in plain
+        for stop in ("aris", "\n\nThe", "answer is: 2018", "12:1"):
+            request = e.submit("The capital of France is",
+                               leone.Sampling(temperature=0, stop=("not there", stop)), 24)
+            while e.step():
+                pass
+            assert request.text == plain[:plain.index(stop)]
+            assert request.text == "".join(event.text for event in request.events)
+            assert request.finish_reason == "stop"
+
+
+def test_split_at_stop():
+    split = leone.split_at_stop
+    assert split("brown fo", ("own fox",), False) == ("br", "own fo", False)
+    assert split("brown fo", ("own fox",), True) == ("brown fo", "", False)
+    assert split("brown fox!", ("own fox", "fox"), False) == ("br", "", True)
+    assert split("abc", (), False) == ("abc", "", False)
+    assert split("aab", ("ab", "aabc"), False) == ("a", "", True)
+
+
+def test_penalties_forbid_repeats(tiny):
+    free, bound = finish(
+        tiny,
+        tiny.submit([9], leone.Sampling(temperature=0), 60, ignore_eos=True),
+        tiny.submit([9], leone.Sampling(temperature=0, presence_penalty=2, frequency_penalty=2,
+                                        repetition_penalty=50.0), 60, ignore_eos=True))
+    assert len(set(bound)) > len(set(free))
+
+
+def test_logit_bias_forces_a_token(tiny):
+    tokens, = finish(tiny, tiny.submit([9], leone.Sampling(temperature=0, logit_bias={77: 100.0}),
+                                       3, ignore_eos=True))
+    assert tokens == [77] * 3
+
+
+def test_page_pool_counts_holders():
+    pool = PagePool(5)
+    pages = pool.take(3)
+    assert len(set(pages)) == 3 and pool.free_count == 2
+    pool.share(pages[:1])
+    pool.give(pages)
+    assert pool.free_count == 4
+    pool.give(pages[:1])
+    assert pool.free_count == 5
+
+
+def test_small_memory_gives_the_same_bits():
+    """Weights that stay quantised, expanded by panel, give the bits of expanded ones."""
+    import model
+    from kv import Batch
+    gguf = model.GGUF(quantised("qwen3"))
+    results = []
+    for limit in (None, 0, 500_000):
+        ops = reference.Reference(np.float32, memory_limit=limit)
+        cfg, weights = model.load(gguf, ops)
+        batch = Batch.of([(0, 0, list(range(1, 71)), 0, 70)], np.array([[1, 0]], np.int32), 64)
+        kv = ops.pages(cfg, 2, "f16")
+        results.append(model.forward(cfg, weights, batch, kv, ops).tobytes())
+    assert len(set(results)) == 1
+
+
+def test_two_engines_at_once():
+    with engine(quantised("llama3"), "cpu") as a, engine(quantised("qwen25"), "cpu") as b:
+        first = [e.token for e in a.generate([1, 2], leone.Sampling(temperature=0), 8,
+                                             ignore_eos=True)]
+        for _ in b.generate([1, 2], leone.Sampling(temperature=0), 8, ignore_eos=True):
+            pass
+        assert first == [e.token for e in a.generate([1, 2], leone.Sampling(temperature=0), 8,
+                                                     ignore_eos=True)]

@@ -1,0 +1,539 @@
+"""Every kernel against its NumPy twin in float64, at shapes picked by code path, and bit for bit
+against itself in other company.
+
+Inputs are random. Copies, moves, indices and draws must be equal; products and attention may be off by
+2e-3 of the largest value. `-k small` is the selection that runs under compute-sanitizer.
+"""
+import itertools
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType, quants
+
+import device as device_module
+import reference
+import sampling
+from errors import DeviceError
+from kv import PAGE, Batch
+
+
+@pytest.fixture(scope="module")
+def device():
+    opened = device_module.Device()
+    yield opened
+    opened.close()
+
+
+TOLERANCE = 2e-3  # of the largest value
+
+
+def close(got, want, tolerance=TOLERANCE):
+    """Fails with the worst place, both values and the share of the tolerance that was used."""
+    error = np.abs(got - want)
+    limit = tolerance * np.abs(want).max()
+    worst = np.unravel_index(np.nanargmax(np.where(np.isnan(error), np.inf, error)), error.shape)
+    assert error[worst] <= limit, (f"at {worst}: {got[worst]}, reference {want[worst]}, "
+                                   f"{error[worst] / limit:.1f} times the tolerance")
+
+
+def heads_config(head_dim, group, n_kv_heads, rope_dim=None, neox=True, n_layers=2):
+    """What the attention ops read of a Config."""
+    rope_dim = rope_dim or head_dim
+    short = 10000.0 ** (-np.arange(rope_dim // 2) * 2 / rope_dim)
+    return SimpleNamespace(
+        n_layers=n_layers, n_heads=group * n_kv_heads, n_kv_heads=n_kv_heads, head_dim=head_dim,
+        rms_eps=1e-6, attn_scale=head_dim ** -0.5, rope_dim=rope_dim, rope_neox=neox,
+        rope_sets=(tuple(short), tuple(short / 3)), rope_magnitude=1.19)
+
+
+def device_bytes(pages):
+    """A reference.Pages as the bytes of the device's storage: [layers, pages, heads, 2, bytes]."""
+    blocks = pages.data.shape[:4]
+    data = pages.data.astype(np.float32) if pages.format == "f32" else pages.data
+    parts = [np.ascontiguousarray(data).view(np.uint8).reshape(*blocks, -1)]
+    if pages.scales is not None:
+        parts.append(np.ascontiguousarray(pages.scales).view(np.uint8).reshape(*blocks, -1))
+    return np.concatenate(parts, -1)
+
+
+def read_pages(device, kv, like):
+    """The device's storage as a reference.Pages shaped like `like`."""
+    raw = device.download(kv.data).reshape(*like.data.shape[:4], -1)
+    stored = np.dtype(np.float32) if like.format == "f32" else like.data.dtype
+    size = int(np.prod(like.data.shape[4:])) * stored.itemsize
+    pages = reference.Pages.__new__(reference.Pages)
+    pages.format, pages.dtype = like.format, like.dtype
+    pages.data = np.ascontiguousarray(raw[..., :size]).view(stored).reshape(like.data.shape)
+    pages.scales = None if like.scales is None else np.ascontiguousarray(
+        raw[..., size:]).view(np.float16).reshape(like.scales.shape)
+    return pages
+
+
+def random_pages(device, rng, cfg, n_pages, kv_format):
+    """The same random K and V in the reference's and in the device's pages, unused places too."""
+    pages = reference.Pages(cfg, n_pages, kv_format, np.dtype(np.float64))
+    x = rng.standard_normal(pages.data.shape).astype(np.float32)
+    if kv_format == "q8":
+        pages.data[:], pages.scales[:] = reference.quantise_q8(x)
+    else:
+        pages.data[:] = x
+    kv = device.pages(cfg, n_pages, kv_format)
+    device.write(kv.data, np.ascontiguousarray(device_bytes(pages)))
+    return pages, kv
+
+
+def shuffled_table(rng, lengths):
+    """A page table for sequences of `lengths` tokens over shuffled pages, and their number."""
+    counts = [-(-n // PAGE) for n in lengths]
+    table, order, at = np.zeros((len(lengths), max(counts)), np.int32), rng.permutation(
+        sum(counts) + 2), 0
+    for slot, count in enumerate(counts):
+        table[slot, :count], at = order[at:at + count], at + count
+    return table, sum(counts) + 2
+
+
+def batch_of(spans, table, tile_tokens):
+    """A Batch of spans (slot, position, rows)."""
+    return Batch.of([(slot, position, [0] * rows, 0, 1) for slot, position, rows in spans], table,
+                    tile_tokens)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cols", [64, 100, 576, 4096])
+def test_rmsnorm(device, cols):
+    rng = np.random.default_rng(cols)
+    h = rng.standard_normal((33, cols)).astype(np.float32)
+    h *= 10.0 ** rng.integers(-3, 5, (33, 1))
+    h[3] = 0
+    h[5, 7] = 3e6  # a massive activation: f16 without a row scale would overflow
+    w = rng.uniform(0.1, 30, cols).astype(np.float32)
+    handle, weight = device.upload(h, "test"), device.upload(w, "test")
+    rows = np.array([32, 5, 5, 0], np.int32)
+    oracle = reference.Reference(np.float64)
+    for picked in (None, rows):
+        x = device.rmsnorm(handle, weight, 1e-5,
+                           None if picked is None else device.upload(picked, "test"))
+        raw, scale = device.download(x.data), device.download(x.scale)
+        assert not raw[:, cols:].any() and (np.frexp(scale)[0] == 0.5).all()
+        want = oracle.rmsnorm(h.astype(np.float64), w.astype(np.float64), 1e-5, picked)
+        got = raw[:, :cols].astype(np.float64) * scale[:, None]
+        for row in range(len(got)):
+            close(got[row], want[row], 1e-3)
+    together = device.download(device.rmsnorm(handle, weight, 1e-5).data)
+    for row in (0, 5, 32):
+        alone = device.rmsnorm(handle.view((1, cols), offset=row * cols * 4), weight, 1e-5)
+        assert np.array_equal(device.download(alone.data)[0], together[row])
+
+
+@pytest.mark.gpu
+def test_rope_angles(device):
+    cfg = heads_config(96, 1, 1, rope_dim=72)
+    n = 301
+    rng = np.random.default_rng(0)
+    batch = batch_of([(0, 0, n)], np.zeros((1, 5), np.int32), 16)
+    batch.positions = rng.integers(0, 1 << 20, n).astype(np.int32)
+    batch.rope_sets = rng.integers(0, 2, n).astype(np.int32)
+    want = reference.Reference(np.float64).rope_angles(cfg, batch)
+    got = device.download(device.rope_angles(cfg, device.upload_batch(batch)))
+    assert np.abs(got - want).max() < 2e-7
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv_format", ["f32", "f16", "q8"])
+@pytest.mark.parametrize("head_dim, rope_dim, neox, norms", [
+    (64, 64, False, False), (96, 72, True, False), (128, 128, True, True), (256, 64, True, True)])
+def test_rope_kv(device, kv_format, head_dim, rope_dim, neox, norms):
+    """K and V of a mixed batch land in their pages; nothing else in the storage changes."""
+    rng = np.random.default_rng(head_dim)
+    cfg = heads_config(head_dim, 3, 2, rope_dim, neox)
+    table, n_pages = shuffled_table(rng, [130, 70, 1])
+    batch = batch_of([(0, 60, 70), (1, 69, 1), (2, 0, 1)], table, 5)
+    batch.slots[10:13] = -1
+    before, kv = random_pages(device, rng, cfg, n_pages, kv_format)
+    want = reference.Pages(cfg, n_pages, kv_format, np.dtype(np.float64))
+    heads = cfg.n_heads + 2 * cfg.n_kv_heads
+    qkv = rng.standard_normal((len(batch.tokens), heads * head_dim)).astype(np.float32)
+    q_norm, k_norm = (rng.uniform(0.5, 2, head_dim).astype(np.float32) for _ in range(2))
+    oracle, layer = reference.Reference(np.float64), 1
+    vectors = [q_norm, k_norm] if norms else [None, None]
+    upload = lambda x: None if x is None else device.upload(x, "test")
+    want_q = oracle.rope_kv(qkv.astype(np.float64), oracle.rope_angles(cfg, batch), *vectors, cfg,
+                            layer, want, batch)
+    on_device = device.upload_batch(batch)
+    got_q = device.download(device.rope_kv(upload(qkv), device.rope_angles(cfg, on_device),
+                                           *map(upload, vectors), cfg, layer, kv, on_device))
+    close(got_q.astype(np.float64), want_q.reshape(len(qkv), -1))
+
+    got = read_pages(device, kv, before)
+    real = batch.slots >= 0
+    written = np.zeros(before.data.shape[1:2] + (PAGE,), bool)
+    places = (table[batch.slots[real], batch.positions[real] // PAGE], batch.positions[real] % PAGE)
+    written[places] = True
+    same = ~written[:, None, None, :]
+    same = np.broadcast_to(same, before.data.shape[1:5])
+    expected = before.data.astype(got.data.dtype)
+    assert np.array_equal(got.data[1][same], expected[1][same])
+    assert np.array_equal(got.data[0], expected[0])
+    if got.scales is not None:
+        assert np.array_equal(got.scales[1][same], before.scales[1][same])
+        assert np.array_equal(got.scales[0], before.scales[0])
+    for page, offset in set(zip(*map(np.ndarray.tolist, places))):
+        for kind in range(2):  # a rounding of q8 may fall to the other side: one step of 127
+            got_row, want_row = (p.load(layer, page)[kind][:, offset] for p in (got, want))
+            close(got_row, want_row, 9e-3 if kv_format == "q8" else 1e-3)
+    # V is neither normed nor rotated: its stored bits are those of the reference.
+    want_rows, got_rows = (p.data[layer, places[0], :, 1, places[1]] for p in (want, got))
+    assert np.array_equal(got_rows, want_rows.astype(got_rows.dtype))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv_format", ["f16", "q8"])
+def test_rope_kv_stays_finite(device, kv_format):
+    """What f16 cannot hold is cut, so that a page never holds Inf or NaN for others to read."""
+    cfg = heads_config(64, 1, 1)
+    table = np.zeros((1, 1), np.int32)
+    batch = device.upload_batch(batch_of([(0, 0, 4)], table, 16))
+    qkv = np.ones((4, 192), np.float32)
+    qkv[0, 130], qkv[1, 140], qkv[2, 150], qkv[3, 128:] = 1e9, -np.inf, np.nan, 1e-12
+    pages, kv = random_pages(device, np.random.default_rng(0), cfg, 1, kv_format)
+    device.rope_kv(device.upload(qkv, "test"), device.rope_angles(cfg, batch), None, None, cfg, 0,
+                   kv, batch)
+    values = read_pages(device, kv, pages).load(0, 0)[1][0, :4]
+    assert np.isfinite(values).all() and np.isfinite(values.astype(np.float16)).all()
+    assert values[0, 2] > 65000 and values[1, 12] < -65000 and np.abs(values[3]).max() < 1e-6
+
+
+# Sequences that end inside and at the edges of pages (64) and segments (256).
+LENGTHS = 1, 2, 63, 64, 65, 255, 256, 257, 300, 511, 512, 513, 1000
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv_format", ["f32", "f16", "q8"])
+@pytest.mark.parametrize("head_dim, group, n_kv_heads", [
+    (64, 3, 3), (64, 1, 2), (64, 7, 2), (96, 1, 3), (128, 4, 2), (128, 8, 1), (128, 16, 1),
+    (256, 2, 1), (256, 6, 2)])
+def test_attention(device, monkeypatch, kv_format, head_dim, group, n_kv_heads):
+    rng = np.random.default_rng(head_dim + group)
+    cfg = heads_config(head_dim, group, n_kv_heads)
+    table, n_pages = shuffled_table(rng, LENGTHS)
+    pages, kv = random_pages(device, rng, cfg, n_pages, kv_format)
+    oracle, layer = reference.Reference(np.float64), 1
+    tokens = device.tile_tokens(cfg)
+    stored = np.float32 if kv_format == "f32" else np.float16
+    decode = batch_of([(slot, n - 1, 1) for slot, n in enumerate(LENGTHS)], table, tokens)
+    # up to 20 last rows of each sequence; a tile may hold rows with and without a further segment
+    chunks = batch_of([(slot, max(0, n - 20), min(n, 20)) for slot, n in enumerate(LENGTHS)], table,
+                      tokens)
+    for batch in (decode, decode.padded_to(16), chunks):
+        q = rng.standard_normal((len(batch.tokens), cfg.n_heads, head_dim)) * 2
+        q = q.astype(stored)
+        want = oracle.attention(q.astype(np.float64), cfg, layer, pages, batch)
+        uploaded = device.upload(q.reshape(len(q), -1), "test")
+        results = []
+        for multiprocessors in (1, 10000):  # one split; as many as there are segments
+            monkeypatch.setattr(device, "multiprocessors", multiprocessors)
+            x = device.attention(uploaded, cfg, layer, kv, device.upload_batch(batch))
+            results.append(device.download(x.data))
+            got = device.download(x).astype(np.float64)
+            for row in range(len(q)):  # long rows average out: each has its own maximum
+                if want[row].any():
+                    close(got[row], want[row])
+                else:
+                    assert not got[row].any()
+        assert np.array_equal(*results), "merged segments differ from those folded in one block"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv_format", ["f32", "f16", "q8"])
+@pytest.mark.parametrize("head_dim, group", [(64, 3), (96, 1), (128, 4), (128, 7), (256, 6)])
+def test_attention_bits(device, monkeypatch, kv_format, head_dim, group):
+    """A row has the same bits in a chunk, wherever that is cut, alone, and among 32 others."""
+    rng = np.random.default_rng(group)
+    cfg = heads_config(head_dim, group, 2, n_layers=1)
+    lengths = [530] + list(rng.integers(1, 400, 32))
+    table, n_pages = shuffled_table(rng, lengths)
+    _, kv = random_pages(device, rng, cfg, n_pages, kv_format)
+    tokens = device.tile_tokens(cfg)
+    stored = np.float32 if kv_format == "f32" else np.float16
+    # three stretches: around a page's edge, a segment's edge, and two segments' edge
+    stretches = [range(50, 80), range(245, 270), range(500, 530)]
+    q = rng.standard_normal((530, cfg.n_heads * head_dim)).astype(stored)
+    others = rng.standard_normal((32, cfg.n_heads * head_dim)).astype(stored)
+
+    def rows_of(spans, queries):
+        batch = batch_of(spans, table, tokens)
+        x = device.attention(device.upload(queries, "test"), cfg, 0, kv, device.upload_batch(batch))
+        raw = device.download(x.data)
+        return raw if x.scale is None else raw * device.download(x.scale)[:, None]
+
+    for stretch, multiprocessors in itertools.product(stretches, (1, 40, 10000)):
+        monkeypatch.setattr(device, "multiprocessors", multiprocessors)
+        first, n = stretch[0], len(stretch)
+        whole = rows_of([(0, first, n)], q[first:first + n])
+        for cut in (1, 7, n - 1):  # the rows after the cut sit at other places of their tiles
+            parts = rows_of([(0, first, cut), (0, first + cut, n - cut)], q[first:first + n])
+            assert np.array_equal(parts, whole)
+        for i in range(0, n, 5):
+            assert np.array_equal(rows_of([(0, first + i, 1)], q[first + i:first + i + 1])[0],
+                                  whole[i])
+        at = int(rng.integers(0, 33))
+        spans = [(slot, n - 1, 1) for slot, n in enumerate(lengths) if slot]
+        spans.insert(at, (0, first + n - 1, 1))
+        queries = np.insert(others, at, q[first + n - 1], axis=0)
+        assert np.array_equal(rows_of(spans, queries)[at], whole[-1])
+
+
+@pytest.mark.gpu
+def test_attention_refuses(device):
+    with pytest.raises(DeviceError, match="64, 96, 128, 256"):
+        device.pages(heads_config(80, 1, 1), 1, "f16")
+    with pytest.raises(DeviceError, match="at most 16"):
+        device.pages(heads_config(64, 17, 1), 1, "f16")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cols", [96, 1536, 12288])
+def test_silu_mul(device, cols):
+    rng = np.random.default_rng(cols)
+    gate_up = rng.standard_normal((9, 2 * cols)).astype(np.float32)
+    gate_up *= 10.0 ** rng.integers(-3, 4, (9, 1))  # exp(-gate) overflows in some rows
+    gate_up[2] = 0
+    gate_up[4, cols + 5] = 1e7
+    handle = device.upload(gate_up, "test")
+    x = device.silu_mul(handle)
+    raw, scale = device.download(x.data), device.download(x.scale)
+    assert not raw[:, cols:].any() and (np.frexp(scale)[0] == 0.5).all()
+    want = reference.Reference(np.float64).silu_mul(gate_up.astype(np.float64))
+    for row in range(len(raw)):
+        close(raw[row, :cols].astype(np.float64) * scale[row], want[row], 1e-3)
+    alone = device.silu_mul(handle.view((1, 2 * cols), offset=7 * 2 * cols * 4))
+    assert np.array_equal(device.download(alone.data)[0], raw[7])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv_format", ["f32", "f16", "q8"])
+def test_copy_page(device, kv_format):
+    cfg = heads_config(96, 1, 3, n_layers=3)
+    pages, kv = random_pages(device, np.random.default_rng(0), cfg, 5, kv_format)
+    device.copy_page(kv, 3, 1)
+    reference.Reference(np.float64).copy_page(pages, 3, 1)
+    got = read_pages(device, kv, pages)
+    assert np.array_equal(got.data, pages.data.astype(got.data.dtype))
+    assert pages.scales is None or np.array_equal(got.scales, pages.scales)
+
+FORMATS = "Q4_K", "Q5_K", "Q6_K", "Q8_0", "Q4_0", "Q4_1", "F16", "BF16", "F32", "Q5_0"
+
+
+def random_tensor(rng, kind, rows, cols, name="w"):
+    """A quantised random matrix as it would lie in a file; blocks have scales of many sizes."""
+    kind = GGMLQuantizationType[kind]
+    if kind.name in ("Q4_K", "Q5_K", "Q6_K"):  # gguf cannot quantise these: random blocks
+        size, offset = {"Q4_K": (144, 0), "Q5_K": (176, 0), "Q6_K": (210, 208)}[kind.name]
+        data = rng.integers(0, 256, (rows, cols // 256, size), dtype=np.uint8)
+        scales = 2 if kind.name != "Q6_K" else 1
+        d = (10.0 ** rng.uniform(-4, -2, (rows, cols // 256, scales))).astype(np.float16)
+        data[..., offset:offset + 2 * scales] = d.view(np.uint8)
+    else:
+        values = rng.standard_normal((rows, cols)) * 10.0 ** rng.uniform(-2, 0, (rows, 1))
+        data = quants.quantize(values.astype(np.float32), kind)
+    raw = np.ascontiguousarray(data).reshape(rows, -1).view(np.uint8)
+    return SimpleNamespace(name=name, type=kind, shape=(rows, cols), data=raw.reshape(-1))
+
+
+def weights_of(tensor):
+    raw = tensor.data.reshape(tensor.shape[0], -1)
+    return quants.dequantize(raw, tensor.type).astype(np.float64)
+
+
+def random_activations(device, rng, rows, cols):
+    """Activations with scales that differ from row to row, and their values in float64."""
+    padded = -(-cols // 64) * 64
+    x = np.zeros((rows, padded), np.float16)
+    x[:, :cols] = rng.standard_normal((rows, cols)) * 100
+    scale = 2.0 ** rng.integers(-12, 6, rows).astype(np.float32)
+    handle = device_module.Activations(device.upload(x, "test"), device.upload(scale, "test"), rows,
+                                       cols)
+    return handle, x[:, :cols].astype(np.float64) * scale[:, None]
+
+
+def some_rows(device, x, rows):
+    """The first rows of Activations."""
+    return device_module.Activations(x.data.view((rows, x.data.shape[1])), x.scale.view((rows,)),
+                                     rows, x.cols)
+
+
+def check_linear(device, rng, kinds, heights, cols, counts, bias=True):
+    tensors = [random_tensor(rng, kind, rows, cols) for kind, rows in zip(kinds, heights)]
+    offset = rng.standard_normal(sum(heights)).astype(np.float32) if bias else None
+    w = device.matrix(tensors, offset)
+    x, values = random_activations(device, rng, max(counts), cols)
+    want = values @ np.concatenate([weights_of(t) for t in tensors]).T
+    want = want + offset if bias else want
+    before = rng.standard_normal(want.shape).astype(np.float32)
+    together = None
+    for rows in sorted(counts, reverse=True):
+        got = device.download(device.linear(some_rows(device, x, rows), w))
+        for row in range(rows):
+            close(got[row], want[row])
+            error = np.linalg.norm(got[row] - want[row]) / np.linalg.norm(want[row])
+            assert error < 1e-3, f"row {row} of {rows}: {error:.2e}"
+        together = got if together is None else together
+        assert np.array_equal(got.view(np.uint32), together[:rows].view(np.uint32)), rows
+        h = device.upload(before[:rows], "test")
+        device.linear_add(some_rows(device, x, rows), w, h)
+        assert np.array_equal(device.download(h), before[:rows] + got)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", FORMATS)
+def test_linear_small(device, kind):
+    """One partial tile of every format, few and many rows."""
+    rng = np.random.default_rng(1)
+    check_linear(device, rng, [kind], [200], 512, [1, 9, 33, 70])
+
+
+ROW_COUNTS = 1, 2, 7, 8, 9, 16, 17, 33, 64, 65, 100, 128, 200, 512
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kinds, heights, cols", [
+    (["Q4_K"], [16], 256), (["Q4_K"], [4096], 4096), (["Q4_K"], [1032], 4352),
+    (["Q4_K", "Q4_K", "Q6_K"], [512, 128, 128], 2048), (["Q6_K"], [4096], 1024),
+    (["Q4_1"], [1536], 576), (["Q4_1"], [576], 1536), (["Q8_0"], [2056], 576),
+    (["Q4_0", "Q8_0", "F16", "Q4_1", "Q8_0"], [16, 32, 48, 64, 80], 96), (["F16"], [1000], 608),
+    (["Q5_K"], [640], 1280), (["BF16"], [4100], 320)])
+def test_linear(device, kinds, heights, cols):
+    """Right to 1e-3, and the same bits for every number of rows, so whichever kernel runs."""
+    check_linear(device, np.random.default_rng(cols), kinds, heights, cols, ROW_COUNTS,
+                 bias=cols != 4096)
+
+
+@pytest.mark.gpu
+def test_linear_add(device):
+    """Other rows, garbage among them, do not touch a row."""
+    rng = np.random.default_rng(2)
+    w = device.matrix([random_tensor(rng, "Q4_K", 272, 768)])
+    x, _ = random_activations(device, rng, 65, 768)
+    expected = {}
+    for rows in ROW_COUNTS[:10]:
+        data = device.download(x.data)[:rows]
+        data[1:] = rng.choice(np.array([np.inf, -np.inf, np.nan, 6e4, 0]), (rows - 1, 768))
+        mixed = device_module.Activations(device.upload(data, "test"), x.scale.view((rows,)), rows,
+                                          768)
+        h = device.upload(np.zeros((rows, 272), np.float32), "test")
+        device.linear_add(mixed, w, h)
+        expected[device.download(h)[0].tobytes()] = rows
+    assert len(expected) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", FORMATS)
+def test_embed_small(device, kind):
+    rng = np.random.default_rng(3)
+    table = random_tensor(rng, kind, 300, 768)
+    w = device.matrix([table])
+    tokens = np.array([0, 299, 5, -2, 8, 15, 16, -1, 17], np.int32)
+    slots = np.array([0, 0, 0, -1, 0, 0, 0, 2, 0], np.int32)
+    step = SimpleNamespace(tokens=device.upload(tokens, "test"), slots=device.upload(slots, "test"),
+                           page_table=device.upload(np.zeros((3, 1), np.int32), "test"))
+    device.write(device.last_tokens(step), np.array([1, 2, 77], np.int32))
+    got = device.download(device.embed(w, step))
+    want = weights_of(table)[[0, 299, 5, 0, 8, 15, 16, 77, 17]]
+    want[3] = 0
+    for row in range(len(tokens)):
+        if row != 3:
+            close(got[row], want[row], 1e-3)
+    assert not got[3].any()
+
+
+test_embed = test_embed_small
+
+
+def sample_logits(rng, kind, n_vocab):
+    """float32 [n_vocab] that drives the sampler into one of its corners."""
+    normal = rng.standard_normal(n_vocab).astype(np.float32)
+    if kind == "ties":                      # a dozen values only: rankings are decided by the ids
+        return np.round(normal * 2)
+    if kind == "equal":
+        return np.full(n_vocab, 0.25, np.float32)
+    if kind == "flat":
+        return normal * np.float32(0.01)
+    if kind == "zeros":                     # 0.0 and -0.0 are one value
+        return np.where(normal > 0, np.float32(-0.0), np.where(normal > -1, np.float32(0), normal))
+    if kind == "masked":
+        return np.where(rng.random(n_vocab) < 0.99, np.float32(-np.inf), normal * 5)
+    if kind == "huge":
+        return normal * np.float32(1e37)
+    if kind == "half":
+        return (normal * 4).astype(np.float16).astype(np.float32)
+    return normal * np.float32(3) + (normal > 3) * np.float32(6)
+
+
+def sample_cases(rng, n_vocab):
+    """(kind of logits, Sampling) for every combination of filters at this size, penalties among them."""
+    kinds = itertools.cycle(["model", "ties", "model", "flat", "half", "zeros", "masked", "equal", "huge"])
+    grid = itertools.product((0, 0.01, 0.7, 1.0, 3.0, 100.0), (0, 1, 5, 40, n_vocab + 7),
+                             (0.0, 0.1, 0.5, 0.95, 0.9999, 1.0), (0.0, 0.05, 1.0))
+    for number, (temperature, top_k, top_p, min_p) in enumerate(grid):
+        if n_vocab > 1000 and number % 3 != n_vocab // 64 % 3:
+            continue                        # large rows take every third combination
+        kind, extra = next(kinds), {}
+        if number % 4 == 1:
+            bias = {int(i): float(b) for i, b in zip(rng.integers(0, n_vocab, 5),
+                                                     rng.uniform(-20, 20, 5))}
+            extra = dict(repetition_penalty=1.3, presence_penalty=0.7, frequency_penalty=-0.3,
+                         logit_bias=bias)
+            kind = "cancel" if temperature == 0 else kind
+        yield kind, sampling.Sampling(temperature, top_k, top_p, min_p, **extra,
+                                      seed=int(rng.integers(0, 2**63)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("n_vocab", [509, 512, 49152, 151936])
+def test_sample(device, n_vocab):
+    """The kernel draws the oracle's token from the same bits, whatever the filters and the ties."""
+    rng = np.random.default_rng(n_vocab)
+    cases = list(sample_cases(rng, n_vocab))
+    for start in range(0, len(cases), 30):
+        batch = cases[start:start + 30] + 3 * [("broken", sampling.Sampling(seed=1))]
+        logits = np.stack([sample_logits(rng, kind, n_vocab) for kind, _ in batch + batch[:1]])
+        rows = np.zeros(len(logits), sampling.ROW)      # the last one stays padding
+        tables = []
+        for i, (kind, request) in enumerate(batch):
+            rows[i] = request.row(position=int(rng.integers(0, 2**20)), choice=i % 3,
+                                  adjustment=len(tables) if request.adjusts else -1)
+            if request.adjusts:
+                likely = np.argsort(logits[i])[-50:]
+                tables.append(request.adjustment(n_vocab, rng.choice(likely, 30),
+                                                 rng.choice(likely, 40)))
+            if kind == "cancel":            # penalties make all logits equal but for their roundings
+                tables[-1]["bias"], tables[-1]["count"] = 0, rng.integers(1, 14, n_vocab)
+                level = 2.7 - 0.3 * tables[-1]["count"]
+                logits[i] = np.where(level > 0, level * 1.3, level / 1.3) * rng.uniform(
+                    1, 1 + 2e-7, n_vocab)
+        logits[-4, n_vocab // 2] = -np.nan
+        logits[-3, n_vocab - 1] = np.inf
+        logits[-2] = -np.inf
+        adjustments = np.stack(tables)
+
+        device.adjustments = device.upload(adjustments, "test")
+        order = rng.permutation(len(rows)).astype(np.int32)  # logits of row i are batch row order[i]
+        step = SimpleNamespace(
+            slots=device.upload(np.arange(len(rows), dtype=np.int32)[::-1], "test"),
+            logit_rows=device.upload(order, "test"),
+            page_table=device.upload(np.zeros((len(rows), 1), np.int32), "test"))
+        device.write(device.last_tokens(step), np.full(len(rows), 7, np.int32))
+        tokens, logprobs = map(device.download, device.sample(
+            device.upload(logits, "test"), device.upload_draws(rows), step))
+        counted = device.download(device.adjustments)
+        following = device.download(device.last_tokens(step))[::-1][order]
+
+        want_tokens, want_logprobs = sampling.sample(logits, rows, adjustments)
+        wrong = np.flatnonzero(tokens != want_tokens)
+        assert not len(wrong), (f"row {wrong[0]} of {batch[wrong[0]]}: token "
+                                f"{tokens[wrong[0]]}, oracle {want_tokens[wrong[0]]}")
+        np.testing.assert_allclose(logprobs, want_logprobs, rtol=0, atol=1e-6)
+        assert np.array_equal(counted["count"], adjustments["count"])
+        assert list(tokens[-4:]) == [-1] * 4
+        assert np.array_equal(following[:-1], np.maximum(tokens[:-1], 0)) and following[-1] == 7

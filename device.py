@@ -156,11 +156,13 @@ STACK = 4  # row blocks that one launch of linear takes
 STAGING_BYTES = 32 << 20
 KV_FORMATS = {"f32": 0, "f16": 1, "q8": 2}  # as kernels.cu counts them
 Q8_BLOCK = 32  # values along head_dim that share an f16 scale
-HEAD_DIMS = 64, 96, 128, 256  # of the tensor-core attention kernels
+# Head sizes of the tensor-core attention kernels, and how many of their blocks a multiprocessor
+# holds.
+ATTENTION_BLOCKS = {64: 4, 96: 4, 128: 4, 256: 2}
 ATTENTION_ROWS = 16  # (token, query head) pairs of one attention tile
 SEGMENT = 256  # positions under one running softmax
 PARTS_LIMIT = 1 << 28  # bytes of scratch for segments that wait to be merged
-NORM_THREADS = 512
+ROW_THREADS = 1024  # of the kernels that hold a row in a block
 
 
 @dataclass(frozen=True)
@@ -179,6 +181,32 @@ PACKINGS = {
     "Q4_K": Packing(0, 4, 320), "Q5_K": Packing(1, 5, 320), "Q6_K": Packing(2, 6, 288),
     "Q8_0": Packing(3, 8, 256), "Q4_0": Packing(4, 4, 256), "Q4_1": Packing(5, 4, 512),
     "F16": Packing(6, 16, 0)}
+
+
+@dataclass(frozen=True)
+class BlockShape:
+    """A thread block of linear_some or linear_many: see `BlockShape` in kernels.cu."""
+    row_tiles: int
+    token_tiles: int
+    warps: int
+    groups: int
+    step: int
+
+    def shares(self, blocks):
+        """Thread blocks for each row block."""
+        columns = TILE_ROWS * self.row_tiles * self.warps
+        return [-(-b.rows // columns) for b in blocks]
+
+    def shared_bytes(self, words):
+        tiles = self.row_tiles * self.warps
+        slot = 1024 * self.token_tiles + 128 * words * tiles
+        totals = 512 * tiles * self.token_tiles if self.groups > 1 else 0
+        return 2 * self.step * self.groups * slot + totals
+
+
+SOME_ROWS, MANY_ROWS = BlockShape(1, 4, 4, 2, 2), BlockShape(2, 8, 8, 1, 2)
+FEW_WARPS = 8
+FEW_BLOCKS = 2  # of linear_few_8 and linear_few_16 on a multiprocessor
 
 
 @dataclass(frozen=True)
@@ -252,6 +280,15 @@ class Staging:
         for event, pointer in zip(self.copied, self.pointers):
             call("cuEventDestroy", event)
             call("cuMemFreeHost", pointer)
+
+
+def few_shares(blocks, total):
+    """How many of `total` thread blocks work on each row block: by bytes, a tile each at most."""
+    tiles = [-(-b.rows // TILE_ROWS) for b in blocks]
+    if sum(tiles) <= total:
+        return tiles
+    nbytes = sum(b.packed.nbytes for b in blocks)
+    return [min(n, max(1, total * b.packed.nbytes // nbytes)) for n, b in zip(tiles, blocks)]
 
 
 # ---- the backend -------------------------------------------------------------------------------
@@ -472,12 +509,13 @@ class Device:
 
     def pages(self, cfg, n_pages, kv_format):
         """Zeroed storage for `n_pages` pages of all layers. Raises DeviceError."""
-        fits = (cfg.head_dim in HEAD_DIMS if kv_format != "f32" else
+        self.release_staging()  # the weights are there
+        fits = (cfg.head_dim in ATTENTION_BLOCKS if kv_format != "f32" else
                 cfg.head_dim % Q8_BLOCK == 0 and cfg.head_dim <= 256)
         if not fits:
             raise DeviceError(
                 f"the CUDA kernels have no attention for heads of {cfg.head_dim} values; they "
-                f"have {', '.join(map(str, HEAD_DIMS))}: use --backend cpu")
+                f"have {', '.join(map(str, ATTENTION_BLOCKS))}: use --backend cpu")
         self.tile_tokens(cfg)  # raises if the group is too large
         data = self.alloc(cfg.n_layers * n_pages * page_bytes(cfg, kv_format), "kv")
         call("cuMemsetD8Async", data.ptr, 0, max(data.nbytes, 16), self.stream)
@@ -570,6 +608,12 @@ class Device:
             return [array.copy() for array in arrays]
         return wait
 
+    def stored_bytes(self, tensor):
+        """Bytes that a weight tensor takes on the card."""
+        rows, cols = tensor.shape
+        packing = PACKINGS.get(tensor.type.name, PACKINGS["F16"])
+        return -(-rows // TILE_ROWS) * packing.tile_bytes(-(-cols // CHUNK))
+
     def free_memory(self):
         """Bytes that the driver can still give."""
         return call("cuMemGetInfo")[0]
@@ -628,7 +672,7 @@ class Device:
         """x = h / sqrt(mean(h^2) + eps) * weight of h f32 [., cols]: all rows, or int32 `rows`."""
         cols = h.shape[1]
         x = self.activations("rmsnorm", (h if rows is None else rows).shape[0], cols)
-        self.launch("rmsnorm", (x.rows, 1, 1), NORM_THREADS,
+        self.launch("rmsnorm", (x.rows, 1, 1), ROW_THREADS,
                     (h, weight, rows, x.data, x.scale, cols, x.data.shape[1], float(eps)))
         return x
 
@@ -647,30 +691,33 @@ class Device:
         column = 0
         for i in range(0, len(w.blocks), STACK):
             blocks = w.blocks[i:i + STACK]
-            name, grid, smem = self.linear_shape(x.rows, blocks)
+            name, grid, threads, shares, smem = self.linear_shape(x.rows, blocks)
             absent = STACK - len(blocks)
-            self.launch(name, grid, 256, (
+            self.launch(name, grid, threads, (
                 x.data, x.scale, w.weight_scale.view((), offset=4 * column),
                 w.bias and w.bias.view((), offset=4 * column), y.view((), offset=4 * column),
                 x.rows, w.rows, w.chunks, add,
                 *(b.packed for b in blocks), *(None,) * absent,
-                *(b.rows for b in blocks), *(0,) * absent,
+                *(b.rows for b in blocks), *(0,) * absent, *shares, *(0,) * absent,
                 sum(PACKINGS[b.format].number << 8 * j for j, b in enumerate(blocks))), smem)
             column += sum(b.rows for b in blocks)
 
     def linear_shape(self, rows, blocks):
-        """Kernel, grid and bytes of shared memory of a product with `rows` rows of x."""
-        def grid(tokens, columns):
-            return -(-rows // tokens), sum(-(-b.rows // columns) for b in blocks), 1
+        """Kernel, grid, threads, thread blocks per row block and bytes of shared memory of a
+        product with `rows` rows of x."""
         if rows <= 16:
-            return "linear_few_8" if rows <= 8 else "linear_few_16", grid(16, 16)[1::-1] + (1,), 0
-        words = max(PACKINGS[b.format].words for b in blocks)
-        many = grid(64, 256)
-        if rows > 64 and many[0] * many[1] >= self.multiprocessors * 3 // 4:
-            # 4 stages: 64 tokens and 16 tiles, of F16 8 at a time
-            return "linear_many", many, 4 * (8192 + 16 * 128 * min(words, 8))
-        # 2 groups of 3 stages: 32 tokens and 4 tiles; the totals of 32 x 64
-        return "linear_some", grid(32, 64), 6 * (4096 + 4 * 128 * words) + 8192
+            shares = few_shares(blocks, FEW_BLOCKS * self.multiprocessors)
+            name = "linear_few_8" if rows <= 8 else "linear_few_16"
+            return name, (sum(shares), 1, 1), 32 * FEW_WARPS, shares, 0
+        name, shape = "linear_some", SOME_ROWS
+        if rows > 64 and (-(-rows // 64) * sum(MANY_ROWS.shares(blocks)) >=
+                          self.multiprocessors * 3 // 4):
+            name, shape = "linear_many", MANY_ROWS
+        shares = shape.shares(blocks)
+        # Words that pass through shared memory: F16 does not.
+        words = max(0 if b.format == "F16" else PACKINGS[b.format].words for b in blocks)
+        return (name, (-(-rows // (8 * shape.token_tiles)), sum(shares), 1),
+                32 * shape.warps * shape.groups, shares, shape.shared_bytes(words))
 
     def rope_angles(self, cfg, batch):
         """cos and sin f32 [rows, 2, rope_dim / 2] of position times the row's frequencies."""
@@ -713,15 +760,14 @@ class Device:
                         (q, values, kv.data, batch.page_table, batch.positions, batch.slots, layer,
                          kv.n_pages, max_pages, cfg.n_kv_heads, dim, scale))
             x = self.activations("attention_f32_scale", rows, cols)
-            self.launch("attention_f32_scale", (rows, 1, 1), NORM_THREADS,
+            self.launch("attention_f32_scale", (rows, 1, 1), ROW_THREADS,
                         (values, x.data, x.scale, cols, x.data.shape[1]))
             return x
         # Weights add up to one and V is f16: the result needs no row scale. The columns that pad
         # it are never written: scratch starts as zeros, and each width has its own.
         out = self.buffer(f"attention_{cols}", (rows, padded(cols, 64)), np.float16)
         segments = -(-max_pages * PAGE // SEGMENT)
-        splits = self.attention_splits(batch.tiles.shape[0] * cfg.n_kv_heads, segments,
-                                       rows * cols * segments * 4)
+        splits = self.attention_splits(cfg, batch.tiles.shape[0], segments, 4 * rows * cols)
         parts = (None, None) if splits == 1 else (
             self.buffer("attention_values", (rows, cols * segments), np.float32),
             self.buffer("attention_states", (rows, heads * segments, 2), np.float32))
@@ -733,20 +779,20 @@ class Device:
                         (*parts, out, batch.positions, batch.slots, segments, out.shape[1]))
         return Activations(out, None, rows, cols)
 
-    def attention_splits(self, blocks, segments, parts_bytes):
-        """Over how many blocks to spread the segments of a tile: two blocks a multiprocessor.
+    def attention_splits(self, cfg, tiles, segments, segment_bytes):
+        """Over how many blocks to spread the segments of a tile: as many as the card holds at once.
 
         It is fixed when a graph is captured, so it looks at what the page table can hold. It moves
         no bits: the segments of a row are merged in index order either way.
         """
-        wanted = -(-2 * self.multiprocessors // blocks)
-        return 1 if parts_bytes > PARTS_LIMIT else min(wanted, segments)
+        room = self.multiprocessors * ATTENTION_BLOCKS[cfg.head_dim] // (tiles * cfg.n_kv_heads)
+        return 1 if segments * segment_bytes > PARTS_LIMIT else max(1, min(room, segments))
 
     def silu_mul(self, gate_up):
         """x [rows, F] = silu(gate) * up of gate_up f32 [rows, 2F], gate first."""
         rows, cols = gate_up.shape[0], gate_up.shape[1] // 2
         x = self.activations("silu_mul", rows, cols)
-        self.launch("silu_mul", (rows, 1, 1), NORM_THREADS,
+        self.launch("silu_mul", (rows, 1, 1), ROW_THREADS,
                     (gate_up, x.data, x.scale, cols, x.data.shape[1]))
         return x
 

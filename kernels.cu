@@ -323,9 +323,6 @@ struct Product {
     __device__ __forceinline__ float scale_of_token(int token) const {
         return load_if(x_scale, x_scale + token, 1.0f);
     }
-    __device__ __forceinline__ float bias_of(int column) const {
-        return load_if(bias, bias + column, 0.0f);
-    }
 };
 
 // One element of y from its sum and what it is added to. `scale` is that of the token times that of
@@ -334,31 +331,28 @@ __device__ __forceinline__ float result(float sum, float scale, float bias, floa
     return __fadd_rn(before, __fadd_rn(__fmul_rn(sum, scale), bias));
 }
 
-// A stack of row blocks of up to four formats. Their outputs lie side by side in y.
+// A stack of up to four row blocks, each of one format. Their outputs lie side by side in y.
 struct Stack {
     const uint8_t* packed[4];
-    int rows[4];
-    unsigned formats;  // 8 bits each
+    int rows[4], blocks[4];  // thread blocks that share the tiles of a row block
+    unsigned formats;        // 8 bits each
 };
 
-// The tiles of one block of the stack that a thread block works on.
+// The share of a thread block: one of `blocks` in a row block.
 struct Place {
     const uint8_t* packed;
-    int format, rows, column;  // of the row block: rows, first column of y
-    int tile;                  // first 16-row tile
+    int format, rows, column, blocks, index;  // column: the first one in y
 };
 
-// Thread block `index` takes `tiles` 16-row tiles of one row block; row blocks are not mixed.
-__device__ __forceinline__ Place place_in(const Stack& stack, int index, int tiles) {
+__device__ __forceinline__ Place place_in(const Stack& stack, int index) {
     Place place = {};
     int column = 0;
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        const int blocks = (stack.rows[i] + TILE_ROWS * tiles - 1) / (TILE_ROWS * tiles);
-        if (index >= 0 && index < blocks)
+        if (index >= 0 && index < stack.blocks[i])
             place = {stack.packed[i], int(stack.formats >> 8 * i & 255), stack.rows[i], column,
-                     index * tiles};
-        index -= blocks;
+                     stack.blocks[i], index};
+        index -= stack.blocks[i];
         column += stack.rows[i];
     }
     return place;
@@ -368,129 +362,159 @@ __device__ __forceinline__ Place place_in(const Stack& stack, int index, int til
     const __half *x, const float *x_scale, const float *weight_scale, const float *bias,        \
         float *y, int rows, int columns, int chunks, int add, const uint8_t *packed0,           \
         const uint8_t *packed1, const uint8_t *packed2, const uint8_t *packed3, int rows0,      \
-        int rows1, int rows2, int rows3, unsigned formats
+        int rows1, int rows2, int rows3, int blocks0, int blocks1, int blocks2, int blocks3,    \
+        unsigned formats
 #define LINEAR_PRODUCT {x, x_scale, weight_scale, bias, y, rows, columns, chunks, add != 0}
-#define LINEAR_STACK {{packed0, packed1, packed2, packed3}, {rows0, rows1, rows2, rows3}, formats}
+#define LINEAR_STACK                                                                            \
+    {{packed0, packed1, packed2, packed3}, {rows0, rows1, rows2, rows3},                        \
+     {blocks0, blocks1, blocks2, blocks3}, formats}
 
-// ---- few rows: a block per tile, its warps take the parts in turn ------------------------------
+// ---- few rows: the warps of a block take the parts of a tile in turn ---------------------------
 
 constexpr int FEW_WARPS = 8;
 constexpr int FEW_STRIDE = 20;  // floats of a token's 16 sums in shared memory: no bank conflicts
-constexpr int FEW_SUMS = 32 * 8 * FEW_STRIDE;  // 32 parts of 8 tokens or 16 parts of 16
+constexpr int FEW_SUMS = FEW_WARPS * 16 * FEW_STRIDE;
 
+// The tiles place.index, place.index + place.blocks, ... of a row block. The loads of a warp run
+// ahead of its products by one part, across tiles too.
 template <int FORMAT, int TOKEN_TILES>
 __device__ __forceinline__ void linear_few(const Product& product, const Place& place,
-                                           float (&sums)[FEW_SUMS]) {
+                                           float (&sums)[2][FEW_SUMS]) {
     using P = Packed<FORMAT>;
     constexpr int TOKENS = 8 * TOKEN_TILES;
     constexpr int WINDOW = FEW_SUMS / (TOKENS * FEW_STRIDE);  // part sums that wait to be added
-    constexpr int AHEAD = P::WORDS > 8 ? 1 : P::WORDS == 8 ? 2 : 4;  // chunks loaded in advance
+    // Chunks loaded in advance.
+    constexpr int AHEAD = P::WORDS > 8 ? 1 : P::WORDS == 8 ? 2 : 4;
+    constexpr int TOKENS_AHEAD = TOKEN_TILES > 1 || P::WORDS > 8 ? 2 : 4;
 
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
+    const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+    const int warp = __shfl_sync(ALL_LANES, threadIdx.x >> 5, 0);  // known to be uniform
     const int chunks = product.chunks, parts = (chunks + PART_CHUNKS - 1) / PART_CHUNKS;
-    const uint8_t* tile = place.packed + place.tile * P::tile_bytes(chunks);
+    const int tiles = (place.rows + TILE_ROWS - 1) / TILE_ROWS;
     const auto exists = [=](int part, int c) {
         return P::WHOLE_PARTS ? part < parts : part * PART_CHUNKS + c < chunks;
     };
+    const int64_t tile_bytes = P::tile_bytes(chunks);
+    int windows = 0;
 
-    unsigned words[AHEAD][P::WORDS], scales[P::SCALE_WORDS], next_scales[P::SCALE_WORDS];
-    uint4 b[2][TOKEN_TILES][2];
-    const auto load_weights = [&](int part, int c) {
-        if (exists(part, c))
-            load_chunk<FORMAT>(tile, part * PART_CHUNKS + c, lane, words[c % AHEAD]);
-    };
     const uint4* x[TOKEN_TILES];  // tokens past the end: the last one again, its results are dropped
 #pragma unroll
     for (int n = 0; n < TOKEN_TILES; n++)
         x[n] = reinterpret_cast<const uint4*>(
             product.x + int64_t(min(8 * n + g, product.rows - 1)) * chunks * CHUNK + 16 * t);
+    unsigned words[AHEAD][P::WORDS], scales[P::SCALE_WORDS], next_scales[P::SCALE_WORDS];
+    uint4 b[TOKENS_AHEAD][TOKEN_TILES][2];
+    const auto load_weights = [&](const uint8_t* tile, int part, int c) {
+        if (exists(part, c))
+            load_chunk<FORMAT>(tile, part * PART_CHUNKS + c, lane, words[c % AHEAD]);
+    };
     const auto load_tokens = [&](int part, int c) {
         if (!exists(part, c)) return;
 #pragma unroll
         for (int n = 0; n < TOKEN_TILES; n++) {
-            b[c & 1][n][0] = __ldg(x[n] + (part * PART_CHUNKS + c) * (CHUNK / 8));
-            b[c & 1][n][1] = __ldg(x[n] + (part * PART_CHUNKS + c) * (CHUNK / 8) + 1);
+            b[c % TOKENS_AHEAD][n][0] = __ldg(x[n] + (part * PART_CHUNKS + c) * (CHUNK / 8));
+            b[c % TOKENS_AHEAD][n][1] = __ldg(x[n] + (part * PART_CHUNKS + c) * (CHUNK / 8) + 1);
         }
     };
 
+    const uint8_t* tile = place.packed + place.index * tile_bytes;
 #pragma unroll
-    for (int c = 0; c < AHEAD; c++) load_weights(warp, c);
+    for (int c = 0; c < AHEAD; c++) load_weights(tile, warp, c);
     if (warp < parts) load_scales<FORMAT>(tile, chunks, warp, lane, next_scales);
-    load_tokens(warp, 0);
-    float total = 0.0f;  // of token threadIdx.x / 16 and row threadIdx.x % 16
-    for (int window = 0; window < parts; window += WINDOW) {
-        const int window_parts = min(WINDOW, parts - window);
-        for (int part = window + warp; part < window + window_parts; part += FEW_WARPS) {
 #pragma unroll
-            for (int i = 0; i < P::SCALE_WORDS; i++) scales[i] = next_scales[i];
-            if (part + FEW_WARPS < parts)
-                load_scales<FORMAT>(tile, chunks, part + FEW_WARPS, lane, next_scales);
-            float sum[TOKEN_TILES][4];
-#pragma unroll
-            for (int c = 0; c < PART_CHUNKS; c++) {
-                if (!exists(part, c)) break;
-                load_tokens(part + (c + 1) / PART_CHUNKS * FEW_WARPS, (c + 1) % PART_CHUNKS);
-                const ChunkScales s = decode_scales<FORMAT>(scales, c);
-#pragma unroll
-                for (int half = 0; half < 2; half++) {
-                    unsigned a[2][4];
-                    dequantise<FORMAT>(words[c % AHEAD], s, half, a);
-#pragma unroll
-                    for (int n = 0; n < TOKEN_TILES; n++) {
-                        const uint4 k = b[c & 1][n][half];
-                        if (c == 0 && half == 0) mma_16x8x16_from_zero(sum[n], a[0], k.x, k.y);
-                        else mma_16x8x16(sum[n], a[0], k.x, k.y);
-                        mma_16x8x16(sum[n], a[1], k.z, k.w);
-                    }
-                }
-                load_weights(part + (c + AHEAD) / PART_CHUNKS * FEW_WARPS,
-                             (c + AHEAD) % PART_CHUNKS);
-            }
-#pragma unroll
-            for (int n = 0; n < TOKEN_TILES; n++)
-#pragma unroll
-                for (int i = 0; i < 4; i++)
-                    sums[((part - window) * TOKENS + 8 * n + 2 * t + (i & 1)) * FEW_STRIDE + g +
-                         8 * (i >> 1)] = sum[n][i];
-        }
-        __syncthreads();
-        if (threadIdx.x < TILE_ROWS * TOKENS) {
-            const float* mine = sums + threadIdx.x / TILE_ROWS * FEW_STRIDE + threadIdx.x % TILE_ROWS;
-#pragma unroll 8
-            for (int i = 0; i < window_parts; i++)
-                total = __fadd_rn(total, mine[i * TOKENS * FEW_STRIDE]);
-        }
-        if (window + WINDOW < parts) __syncthreads();
-    }
+    for (int c = 0; c < TOKENS_AHEAD; c++) load_tokens(warp, c);
+
+    // Thread 16 i + r adds up token i and row r.
     const int token = threadIdx.x / TILE_ROWS;
-    const int row = place.tile * TILE_ROWS + threadIdx.x % TILE_ROWS;
-    if (token < min(TOKENS, product.rows) && row < place.rows) {
-        const int column = place.column + row;
+    const bool inside = token < min(TOKENS, product.rows);
+    const float token_scale = inside ? product.scale_of_token(token) : 0.0f;
+    for (int index = place.index; index < tiles; index += place.blocks) {
+        const int row = index * TILE_ROWS + threadIdx.x % TILE_ROWS, column = place.column + row;
+        const bool mine = inside && row < place.rows;
         float* to = product.y + int64_t(token) * product.columns + column;
-        *to = result(total, product.scale_of_token(token) * product.weight_scale[column],
-                     product.bias_of(column), load_if(product.add, to, 0.0f));
+        const float scale = load_if(mine, product.weight_scale + column, 0.0f) * token_scale;
+        const float bias = load_if(mine && product.bias, product.bias + column, 0.0f);
+        const float before = load_if(mine && product.add, to, 0.0f);
+        float total = 0.0f;
+        for (int window = 0; window < parts; window += WINDOW) {
+            float* window_sums = sums[windows++ & 1];
+            const int window_parts = min(WINDOW, parts - window);
+            for (int part = window + warp; part < window + window_parts; part += FEW_WARPS) {
+                // What this warp takes next; parts: nothing.
+                const bool same_tile = part + FEW_WARPS < parts;
+                const uint8_t* next_tile = same_tile ? tile : tile + place.blocks * tile_bytes;
+                const int next = same_tile                     ? part + FEW_WARPS
+                                 : index + place.blocks < tiles ? warp
+                                                             : parts;
+#pragma unroll
+                for (int i = 0; i < P::SCALE_WORDS; i++) scales[i] = next_scales[i];
+                if (next < parts) load_scales<FORMAT>(next_tile, chunks, next, lane, next_scales);
+                float sum[TOKEN_TILES][4];
+#pragma unroll
+                for (int c = 0; c < PART_CHUNKS; c++) {
+                    if (P::WHOLE_PARTS || exists(part, c)) {
+                        const ChunkScales s = decode_scales<FORMAT>(scales, c);
+#pragma unroll
+                        for (int half = 0; half < 2; half++) {
+                            unsigned a[2][4];
+                            dequantise<FORMAT>(words[c % AHEAD], s, half, a);
+#pragma unroll
+                            for (int n = 0; n < TOKEN_TILES; n++) {
+                                const uint4 k = b[c % TOKENS_AHEAD][n][half];
+                                if (c == 0 && half == 0)
+                                    mma_16x8x16_from_zero(sum[n], a[0], k.x, k.y);
+                                else
+                                    mma_16x8x16(sum[n], a[0], k.x, k.y);
+                                mma_16x8x16(sum[n], a[1], k.z, k.w);
+                            }
+                        }
+                    }
+                    const int far = (c + AHEAD) % PART_CHUNKS;
+                    if (c + AHEAD < PART_CHUNKS) load_weights(tile, part, far);
+                    else load_weights(next_tile, next, far);
+                    load_tokens(c + TOKENS_AHEAD < PART_CHUNKS ? part : next,
+                                (c + TOKENS_AHEAD) % PART_CHUNKS);
+                }
+#pragma unroll
+                for (int n = 0; n < TOKEN_TILES; n++)
+#pragma unroll
+                    for (int i = 0; i < 4; i++)
+                        window_sums[((part - window) * TOKENS + 8 * n + 2 * t + (i & 1)) * FEW_STRIDE +
+                                    g + 8 * (i >> 1)] = sum[n][i];
+                tile = next_tile;
+            }
+            __syncthreads();  // one a window: the next one takes the other half of `sums`
+            if (mine) {
+                const float* own = window_sums + token * FEW_STRIDE + threadIdx.x % TILE_ROWS;
+#pragma unroll 8
+                for (int i = 0; i < window_parts; i++)
+                    total = __fadd_rn(total, own[i * TOKENS * FEW_STRIDE]);
+            }
+        }
+        if (mine) *to = result(total, scale, bias, before);
     }
+}
+
+template <int TOKEN_TILES>
+__device__ __forceinline__ void linear_tiles(const Product& product, const Stack& stack) {
+    __shared__ float sums[2][FEW_SUMS];
+    const Place place = place_in(stack, blockIdx.x);
+    with_format(place.format, [&](auto format) {
+        linear_few<decltype(format)::VALUE, TOKEN_TILES>(product, place, sums);
+    });
 }
 
 // y [rows, columns] (+)= (x [rows, K] W^T) * x_scale * weight_scale + bias, rows <= 8.
-// PRECOND: grid (sum of tiles of the stack), 256 threads; x padded with zeros to CHUNK * chunks.
-// A block holds 16 columns; thread 16 i + r ends with row i, column r.
+// PRECOND: grid (sum of blocks), 256 threads; x padded with zeros to CHUNK * chunks.
+// A block holds 16 columns at a time; thread 16 i + r ends with row i, column r of them.
 // Moves the weights once, x once per multiprocessor, 4 bytes per element of y.
-KERNEL __launch_bounds__(32 * FEW_WARPS, 3) linear_few_8(LINEAR_PARAMETERS) {
-    const Product product = LINEAR_PRODUCT;
-    __shared__ float sums[FEW_SUMS];
-    const Place place = place_in(LINEAR_STACK, blockIdx.x, 1);
-    with_format(place.format,
-                [&](auto format) { linear_few<decltype(format)::VALUE, 1>(product, place, sums); });
+KERNEL __launch_bounds__(32 * FEW_WARPS, 2) linear_few_8(LINEAR_PARAMETERS) {
+    linear_tiles<1>(LINEAR_PRODUCT, LINEAR_STACK);
 }
 
 // The same for rows <= 16.
-KERNEL __launch_bounds__(32 * FEW_WARPS, 2) linear_few_16(LINEAR_PARAMETERS) {
-    const Product product = LINEAR_PRODUCT;
-    __shared__ float sums[FEW_SUMS];
-    const Place place = place_in(LINEAR_STACK, blockIdx.x, 1);
-    with_format(place.format,
-                [&](auto format) { linear_few<decltype(format)::VALUE, 2>(product, place, sums); });
+KERNEL __launch_bounds__(32 * FEW_WARPS, FEW_WARPS == 8 ? 2 : 1) linear_few_16(LINEAR_PARAMETERS) {
+    linear_tiles<2>(LINEAR_PRODUCT, LINEAR_STACK);
 }
 
 // ---- more rows: tokens and weights wait in a ring in shared memory ------------------------------
@@ -520,33 +544,29 @@ __device__ __forceinline__ void barrier_sync(int id, int threads) {
 __device__ __forceinline__ void barrier_arrive(int id, int threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
-// threadIdx.x, read again: what derives from it need not stay in registers across the products.
-__device__ __forceinline__ int thread_again() {
-    unsigned thread;
-    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-    return thread;
-}
-
 // Shape of a thread block: GROUPS groups take the parts in turn. The WARPS warps of a group take
 // ROW_TILES 16-row tiles each and share the tokens of a chunk: TOKEN_TILES times 8.
-// Shared memory: [group][stage][tokens, then each tile's words of a chunk], totals.
-template <int ROW_TILES_, int TOKEN_TILES_, int WARPS_, int GROUPS_, int STAGES_>
+// Shared memory: [group][2 * STEP slots][tokens, then each tile's words of a chunk], totals.
+template <int ROW_TILES_, int TOKEN_TILES_, int WARPS_, int GROUPS_, int STEP_>
 struct BlockShape {
     static constexpr int ROW_TILES = ROW_TILES_, TOKEN_TILES = TOKEN_TILES_, WARPS = WARPS_,
-                         GROUPS = GROUPS_, STAGES = STAGES_;
+                         GROUPS = GROUPS_, STEP = STEP_;
     static constexpr int THREADS = 32 * WARPS * GROUPS;
     static constexpr int TILES = ROW_TILES * WARPS;
     static constexpr int TOKEN_BYTES = 8 * TOKEN_TILES * CHUNK * 2;
 };
 
-// `tile` is the first of the block's tiles that this call computes, ROW_TILES a warp.
-template <int FORMAT, int ROW_TILES, typename Shape>
-__device__ __forceinline__ void linear_staged(const Product& product, const Place& place, int tile,
+template <int FORMAT, typename Shape>
+__device__ __forceinline__ void linear_staged(const Product& product, const Place& place,
                                               int first_token, uint8_t* shared) {
     using P = Packed<FORMAT>;
-    constexpr int TOKEN_TILES = Shape::TOKEN_TILES, GROUPS = Shape::GROUPS, STAGES = Shape::STAGES;
+    constexpr int ROW_TILES = Shape::ROW_TILES, TOKEN_TILES = Shape::TOKEN_TILES,
+                  GROUPS = Shape::GROUPS, STEP = Shape::STEP, SLOTS = 2 * STEP;
+    constexpr bool DIRECT = FORMAT == F16;  // its words are the operands: nothing to gain in a ring
+    constexpr int WORD_BYTES = DIRECT ? 0 : P::CHUNK_BYTES;
+    constexpr int SLOT_BYTES = Shape::TOKEN_BYTES + Shape::TILES * WORD_BYTES;
     constexpr int GROUP_THREADS = 32 * Shape::WARPS;
-    constexpr int STAGE_BYTES = Shape::TOKEN_BYTES + Shape::WARPS * ROW_TILES * P::CHUNK_BYTES;
+    constexpr int COPIES = 64 * TOKEN_TILES / GROUP_THREADS;  // of 16 bytes, a thread's share
     constexpr int BATCH = TOKEN_TILES < 4 ? TOKEN_TILES : 4;  // token tiles of one burst of products
 
     const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
@@ -556,7 +576,7 @@ __device__ __forceinline__ void linear_staged(const Product& product, const Plac
     const auto exists = [=](int part, int c) {
         return P::WHOLE_PARTS ? part < parts : part * PART_CHUNKS + c < chunks;
     };
-    tile += member * ROW_TILES;
+    const int tile = place.index * Shape::TILES + member * ROW_TILES;
     const uint8_t* tiles[ROW_TILES];
 #pragma unroll
     for (int m = 0; m < ROW_TILES; m++) {  // past the end: the last tile again, stored by nobody
@@ -564,36 +584,42 @@ __device__ __forceinline__ void linear_staged(const Product& product, const Plac
         tiles[m] = place.packed + min(tile + m, last) * P::tile_bytes(chunks);
     }
 
-    // A stage holds a chunk. Tokens: [token][128 bytes], 16-byte unit u at u ^ (token % 8).
+    // A slot holds a chunk. Tokens: [token][128 bytes], 16-byte unit u at u ^ (token % 8).
     // Words of a tile: as in the packed tile; each lane copies and reads its own.
-    const unsigned ring =
-        unsigned(__cvta_generic_to_shared(shared)) + group * STAGES * STAGE_BYTES;
-    const unsigned ring_words = ring + Shape::TOKEN_BYTES + member * ROW_TILES * P::CHUNK_BYTES;
-    const auto fetch = [&](int slot, int part, int c) {
-        if (exists(part, c)) {
-            const int chunk = part * PART_CHUNKS + c;
-            const int thread = thread_again() - group * GROUP_THREADS, unit = thread & 7;
-            const unsigned to =
-                ring + slot * STAGE_BYTES + thread / 8 * 128 + 16 * ((unit ^ thread / 8) & 7);
+    const unsigned ring = unsigned(__cvta_generic_to_shared(shared)) + group * SLOTS * SLOT_BYTES;
+    const unsigned ring_words = ring + Shape::TOKEN_BYTES + member * ROW_TILES * WORD_BYTES;
+    const int thread = threadIdx.x - group * GROUP_THREADS, unit = thread & 7;
+    const unsigned token_copy = ring + thread / 8 * 128 + 16 * ((unit ^ thread / 8) & 7);
+    unsigned copied[COPIES];  // what this thread copies of x, in units of 16 bytes
 #pragma unroll
-            for (int i = 0; i < 8 * TOKEN_TILES; i += GROUP_THREADS / 8) {
-                // Past the end: the last token again, its results are dropped.
-                const int token = min(first_token + thread / 8 + i, product.rows - 1);
-                copy_async<16>(to + 128 * i,
-                               product.x + (int64_t(token) * chunks + chunk) * CHUNK + 8 * unit);
-            }
-            const int lane = thread & 31;
+    for (int i = 0; i < COPIES; i++)  // past the end: the last token again, its results are dropped
+        copied[i] = min(first_token + (thread + i * GROUP_THREADS) / 8, product.rows - 1) *
+                        (chunks * CHUNK / 8) + unit;
+    const auto fetch = [&](int part, int c) {
+        const unsigned slot = c % SLOTS * SLOT_BYTES;
+        const int chunk = part * PART_CHUNKS + c;
+        if (!exists(part, c)) return;
+#pragma unroll
+        for (int i = 0; i < COPIES; i++)
+            copy_async<16>(token_copy + slot + i * GROUP_THREADS * 16,
+                           reinterpret_cast<const uint4*>(product.x) + (copied[i] + chunk * (CHUNK / 8)));
+        if constexpr (!DIRECT) {
 #pragma unroll
             for (int m = 0; m < ROW_TILES; m++) {
-                const uint8_t* from = tiles[m] + chunk * P::CHUNK_BYTES;
-                const unsigned words = ring_words + slot * STAGE_BYTES + m * P::CHUNK_BYTES;
+                const uint8_t* from = tiles[m] + (chunk * P::CHUNK_BYTES + 16 * lane);
+                const unsigned to = ring_words + slot + m * P::CHUNK_BYTES;
 #pragma unroll
                 for (int i = 0; i < P::WORDS / 4; i++)
-                    copy_async<16>(words + 512 * i + 16 * lane, from + 512 * i + 16 * lane);
-                if constexpr (FORMAT == Q5_K) copy_async<4>(words + 512 + 4 * lane, from + 512 + 4 * lane);
-                if constexpr (FORMAT == Q6_K) copy_async<8>(words + 512 + 8 * lane, from + 512 + 8 * lane);
+                    copy_async<16>(to + 512 * i + 16 * lane, from + 512 * i);
+                if constexpr (FORMAT == Q5_K) copy_async<4>(to + 512 + 4 * lane, from + 512 - 12 * lane);
+                if constexpr (FORMAT == Q6_K) copy_async<8>(to + 512 + 8 * lane, from + 512 - 8 * lane);
             }
         }
+    };
+    const auto fetch_step = [&](int part, int c) {  // the STEP chunks from the one that follows c - 1
+#pragma unroll
+        for (int i = 0; i < STEP; i++)
+            fetch(part + (c + i) / PART_CHUNKS * GROUPS, (c + i) % PART_CHUNKS);
         asm volatile("cp.async.commit_group;");
     };
     unsigned scales[ROW_TILES][P::SCALE_WORDS];
@@ -601,12 +627,11 @@ __device__ __forceinline__ void linear_staged(const Product& product, const Plac
         if (part < parts)
 #pragma unroll
             for (int m = 0; m < ROW_TILES; m++)
-                load_scales<FORMAT>(tiles[m], chunks, part, thread_again() & 31, scales[m]);
+                load_scales<FORMAT>(tiles[m], chunks, part, lane, scales[m]);
     };
 
     load_part_scales(group);
-#pragma unroll
-    for (int i = 0; i < STAGES - 1; i++) fetch(i, group + i / PART_CHUNKS * GROUPS, i % PART_CHUNKS);
+    fetch_step(group, 0);
 
     float sum[ROW_TILES][TOKEN_TILES][4];
     float total[ROW_TILES][TOKEN_TILES][4];  // with several groups: passed on in shared memory
@@ -614,29 +639,34 @@ __device__ __forceinline__ void linear_staged(const Product& product, const Plac
 #pragma unroll
         for (int i = 0; i < ROW_TILES * TOKEN_TILES * 4; i++) (&total[0][0][0])[i] = 0.0f;
     }
-    int slot = 0;
     for (int part = group; part < parts; part += GROUPS) {
 #pragma unroll
         for (int c = 0; c < PART_CHUNKS; c++) {
-            if (!exists(part, c)) break;
-            asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2));
-            if constexpr (GROUPS == 1) __syncthreads();
-            else barrier_sync(1 + group, GROUP_THREADS);
-            // All warps of the group have read the slot before this one: it takes the next chunk.
-            constexpr int FAR = STAGES - 1;
-            fetch(slot == 0 ? STAGES - 1 : slot - 1, part + (c + FAR) / PART_CHUNKS * GROUPS,
-                  (c + FAR) % PART_CHUNKS);
-
+            if (!P::WHOLE_PARTS && !exists(part, c)) break;
+            if (c % STEP == 0) {
+                // This step is there, and all warps of the group have read the one before, whose
+                // slots take the next one.
+                asm volatile("cp.async.wait_group 0;");
+                if constexpr (GROUPS == 1) __syncthreads();
+                else barrier_sync(1 + group, GROUP_THREADS);
+                fetch_step(part, c + STEP);
+            }
+            const unsigned slot = ring + c % SLOTS * SLOT_BYTES;
+            const unsigned slot_words = ring_words + c % SLOTS * SLOT_BYTES;
             unsigned words[ROW_TILES][P::WORDS];
             ChunkScales s[ROW_TILES];
 #pragma unroll
             for (int m = 0; m < ROW_TILES; m++) {
-                const unsigned from = ring_words + slot * STAGE_BYTES + m * P::CHUNK_BYTES;
+                const unsigned from = slot_words + m * P::CHUNK_BYTES;
+                if constexpr (DIRECT) {
+                    load_chunk<FORMAT>(tiles[m], part * PART_CHUNKS + c, lane, words[m]);
+                } else {
 #pragma unroll
-                for (int i = 0; i < P::WORDS / 4; i++)
-                    load_shared_4(from + 512 * i + 16 * lane, words[m] + 4 * i);
-                if constexpr (FORMAT == Q5_K) load_shared_1(from + 512 + 4 * lane, words[m] + 4);
-                if constexpr (FORMAT == Q6_K) load_shared_2(from + 512 + 8 * lane, words[m] + 4);
+                    for (int i = 0; i < P::WORDS / 4; i++)
+                        load_shared_4(from + 512 * i + 16 * lane, words[m] + 4 * i);
+                    if constexpr (FORMAT == Q5_K) load_shared_1(from + 512 + 4 * lane, words[m] + 4);
+                    if constexpr (FORMAT == Q6_K) load_shared_2(from + 512 + 8 * lane, words[m] + 4);
+                }
                 s[m] = decode_scales<FORMAT>(scales[m], c);
             }
             if (c == PART_CHUNKS - 1) load_part_scales(part + GROUPS);
@@ -645,8 +675,7 @@ __device__ __forceinline__ void linear_staged(const Product& product, const Plac
                 unsigned a[ROW_TILES][2][4];
 #pragma unroll
                 for (int m = 0; m < ROW_TILES; m++) dequantise<FORMAT>(words[m], s[m], half, a[m]);
-                const unsigned tokens =
-                    ring + slot * STAGE_BYTES + g * 128 + 16 * ((2 * t + half) ^ g);
+                const unsigned tokens = slot + g * 128 + 16 * ((2 * t + half) ^ g);
 #pragma unroll
                 for (int batch = 0; batch < TOKEN_TILES; batch += BATCH) {
                     unsigned b[BATCH][4];
@@ -667,7 +696,6 @@ __device__ __forceinline__ void linear_staged(const Product& product, const Plac
                             mma_16x8x16(sum[m][batch + n], a[m][1], b[n][2], b[n][3]);
                 }
             }
-            slot = slot == STAGES - 1 ? 0 : slot + 1;
         }
         if constexpr (GROUPS == 1) {
 #pragma unroll
@@ -678,7 +706,7 @@ __device__ __forceinline__ void linear_staged(const Product& product, const Plac
             // tells member i / GROUPS of group i % GROUPS that its predecessor has written.
             constexpr int TURN = 1 + GROUPS;
             if (part > 0) barrier_sync(TURN + member * GROUPS + group, 64);
-            float4* shared_total = reinterpret_cast<float4*>(shared + GROUPS * STAGES * STAGE_BYTES) +
+            float4* shared_total = reinterpret_cast<float4*>(shared + GROUPS * SLOTS * SLOT_BYTES) +
                                    member * ROW_TILES * TOKEN_TILES * 32 + lane;
 #pragma unroll
             for (int m = 0; m < ROW_TILES; m++)
@@ -696,74 +724,65 @@ __device__ __forceinline__ void linear_staged(const Product& product, const Plac
             if (part + 1 < parts)
                 barrier_arrive(TURN + member * GROUPS + (group + 1) % GROUPS, 64);
         }
-        if (part + 1 < parts) continue;
-        const int lane = thread_again() & 31, row = tile * TILE_ROWS + (lane >> 2);
-        const int column = place.column + row;
-        float scale[2 * ROW_TILES], bias[2 * ROW_TILES];  // of the rows row + 8 r
-        bool real[2 * ROW_TILES];
+    }
+    if ((parts - 1) % GROUPS != group) return;  // the group of the last part has the totals
+
+    const int row = tile * TILE_ROWS + g, column = place.column + row;
+    float scale[2 * ROW_TILES], bias[2 * ROW_TILES];  // of the rows row + 8 r
+    bool real[2 * ROW_TILES];
 #pragma unroll
-        for (int r = 0; r < 2 * ROW_TILES; r++) {
-            real[r] = row + 8 * r < place.rows;
-            scale[r] = load_if(real[r], product.weight_scale + column + 8 * r, 0.0f);
-            bias[r] = real[r] ? product.bias_of(column + 8 * r) : 0.0f;
+    for (int r = 0; r < 2 * ROW_TILES; r++) {
+        real[r] = row + 8 * r < place.rows;
+        scale[r] = load_if(real[r], product.weight_scale + column + 8 * r, 0.0f);
+        bias[r] = load_if(real[r] && product.bias, product.bias + column + 8 * r, 0.0f);
+    }
+#pragma unroll
+    for (int n = 0; n < TOKEN_TILES; n++) {
+        float* to[2];
+        float before[2][2 * ROW_TILES], token_scale[2];
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const int token = first_token + 8 * n + 2 * t + i;
+            const bool inside = token < product.rows;
+            to[i] = inside ? product.y + int64_t(token) * product.columns + column : nullptr;
+            token_scale[i] = inside ? product.scale_of_token(token) : 0.0f;
+#pragma unroll
+            for (int r = 0; r < 2 * ROW_TILES; r++)
+                before[i][r] = load_if(inside && real[r] && product.add, to[i] + 8 * r, 0.0f);
         }
 #pragma unroll
-        for (int n = 0; n < TOKEN_TILES; n++) {
-            float* to[2];
-            float before[2][2 * ROW_TILES], token_scale[2];
+        for (int i = 0; i < 2; i++)
 #pragma unroll
-            for (int i = 0; i < 2; i++) {
-                const int token = first_token + 8 * n + 2 * (lane & 3) + i;
-                const bool inside = token < product.rows;
-                to[i] = inside ? product.y + int64_t(token) * product.columns + column : nullptr;
-                token_scale[i] = inside ? product.scale_of_token(token) : 0.0f;
-#pragma unroll
-                for (int r = 0; r < 2 * ROW_TILES; r++)
-                    before[i][r] = load_if(inside && real[r] && product.add, to[i] + 8 * r, 0.0f);
-            }
-#pragma unroll
-            for (int i = 0; i < 2; i++)
-#pragma unroll
-                for (int r = 0; r < 2 * ROW_TILES; r++)
-                    if (to[i] && real[r])
-                        to[i][8 * r] = result(total[r / 2][n][r % 2 * 2 + i],
-                                              token_scale[i] * scale[r], bias[r], before[i][r]);
-        }
+            for (int r = 0; r < 2 * ROW_TILES; r++)
+                if (to[i] && real[r])
+                    to[i][8 * r] = result(total[r / 2][n][r % 2 * 2 + i], token_scale[i] * scale[r],
+                                          bias[r], before[i][r]);
     }
 }
 
 template <typename Shape>
-__device__ __forceinline__ void linear_block(const Product& product, const Stack& stack,
-                                             uint8_t* shared) {
-    const Place place = place_in(stack, blockIdx.y, Shape::TILES);
-    const int first_token = blockIdx.x * 8 * Shape::TOKEN_TILES;
+__device__ __forceinline__ void linear_block(const Product& product, const Stack& stack) {
+    extern __shared__ __align__(128) uint8_t shared[];
+    const Place place = place_in(stack, blockIdx.y);
     with_format(place.format, [&](auto format) {
-        constexpr int FORMAT = decltype(format)::VALUE;
-        // Plain f16 weights take so many registers that a warp does its tiles one after another.
-        constexpr int ROW_TILES = FORMAT == F16 ? 1 : Shape::ROW_TILES;
-        for (int m = 0; m < Shape::ROW_TILES; m += ROW_TILES) {
-            if (m > 0) __syncthreads();
-            linear_staged<FORMAT, ROW_TILES, Shape>(product, place, place.tile + m * Shape::WARPS,
-                                                    first_token, shared);
-        }
+        linear_staged<decltype(format)::VALUE, Shape>(
+            product, place, blockIdx.x * 8 * Shape::TOKEN_TILES, shared);
     });
 }
 
 // As linear_few_8 for any number of rows: 32 rows of x and 64 columns a block.
-// PRECOND: grid (ceil(rows / 32), sum over the stack of ceil(row block / 64)), 256 threads.
+// PRECOND: grid (ceil(rows / 32), sum of blocks), a block of a row block for 64 columns.
 // Lane 4g+t of a warp ends with rows 2t, 2t+1 and columns g, g+8 of its 8 x 16 tiles.
 // Reads a weight once per 32 rows, x once per 64 columns (from L2).
-using SomeRows = BlockShape<1, 4, 4, 2, 3>;
+using SomeRows = BlockShape<1, 4, 4, 2, 2>;
 KERNEL __launch_bounds__(SomeRows::THREADS, 2) linear_some(LINEAR_PARAMETERS) {
-    extern __shared__ __align__(128) uint8_t shared[];
-    linear_block<SomeRows>(LINEAR_PRODUCT, LINEAR_STACK, shared);
+    linear_block<SomeRows>(LINEAR_PRODUCT, LINEAR_STACK);
 }
 
 // As linear_some with 64 rows of x and 256 columns a block.
-using ManyRows = BlockShape<2, 8, 8, 1, 4>;
+using ManyRows = BlockShape<2, 8, 8, 1, 2>;
 KERNEL __launch_bounds__(ManyRows::THREADS, 1) linear_many(LINEAR_PARAMETERS) {
-    extern __shared__ __align__(128) uint8_t shared[];
-    linear_block<ManyRows>(LINEAR_PRODUCT, LINEAR_STACK, shared);
+    linear_block<ManyRows>(LINEAR_PRODUCT, LINEAR_STACK);
 }
 
 // ---- embed -------------------------------------------------------------------------------------
@@ -1025,6 +1044,7 @@ REPACK(f32, F32)
 
 constexpr int PAGE = 64;           // tokens of a KV page
 constexpr int Q8_BLOCK = 32;       // values along head_dim that share an f16 scale
+constexpr int MOST_BLOCKS = 8;     // of a head: 256 values
 constexpr float F16_LARGEST = 65504.0f;
 enum KvFormat { KV_F32 = 0, KV_F16 = 1, KV_Q8 = 2 };
 
@@ -1053,34 +1073,60 @@ __device__ float2 block_sum_and_max(float sum, float largest) {
     return make_float2(warp_sum(mine.x), warp_max(mine.y));
 }
 
-// out[row] f16 = value(i) * factor for i < cols, zeros up to stride; scale[row] = 1 / factor.
-template <typename Value>
-__device__ void store_scaled_row(Value value, float largest, int row, int cols, int stride,
-                                 __half* out, float* scale) {
+__device__ __forceinline__ float largest_of(float4 x) {
+    return fmaxf(fmaxf(fabsf(x.x), fabsf(x.y)), fmaxf(fabsf(x.z), fabsf(x.w)));
+}
+
+// The largest |value| of a row; values(i) gives those at i .. i + 3 as float4, for i < cols.
+template <typename Values>
+__device__ float largest_in_row(Values values, int cols) {
+    float largest = 0.0f;
+#pragma unroll 4
+    for (int i = 4 * threadIdx.x; i < cols; i += 4 * blockDim.x)
+        largest = fmaxf(largest, largest_of(values(i)));
+    return block_sum_and_max(0.0f, largest).y;
+}
+
+// out[row] f16 = values * factor for columns below cols, zeros up to stride; scale[row] = 1 / factor.
+template <typename Values>
+__device__ void store_scaled_row(Values values, float largest, int cols, int stride, __half* out,
+                                 float* scale) {
     const float factor = row_scale_factor(largest);
-    if (threadIdx.x == 0) scale[row] = 1.0f / factor;
-    out += int64_t(row) * stride;
-    for (int i = threadIdx.x; i < stride; i += blockDim.x)
-        out[i] = __float2half_rn(i < cols ? value(i) * factor : 0.0f);
+    if (threadIdx.x == 0) scale[blockIdx.x] = 1.0f / factor;
+    out += int64_t(blockIdx.x) * stride;
+#pragma unroll 4
+    for (int i = 4 * threadIdx.x; i < stride; i += 4 * blockDim.x) {
+        const float4 x = i < cols ? values(i) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        const __half2 low = __floats2half2_rn(x.x * factor, x.y * factor);
+        const __half2 high = __floats2half2_rn(x.z * factor, x.w * factor);
+        *reinterpret_cast<uint2*>(out + i) =
+            make_uint2(reinterpret_cast<const unsigned&>(low), reinterpret_cast<const unsigned&>(high));
+    }
 }
 
 // x[r] = h[rows[r]] / sqrt(mean(h^2) + eps) * w: h f32 [., cols] -> x f16 [n, stride], scale [n].
-// PRECOND: grid (n), 512 threads; rows null = 0..n-1; stride = cols rounded up to 64.
+// PRECOND: grid (n), 1024 threads; rows null = 0..n-1; cols % 4 = 0; stride = cols rounded up to 64.
 // One block holds one row. Moves 4 cols + 2 stride bytes a row (the second read hits the cache).
 KERNEL rmsnorm(const float* h, const float* w, const int* rows, __half* x, float* scale, int cols,
                int stride, float eps) {
-    const int row = blockIdx.x;
-    h += int64_t(rows ? rows[row] : row) * cols;
+    h += int64_t(rows ? rows[blockIdx.x] : blockIdx.x) * cols;
+    auto weighted = [=](int i, float factor) {
+        const float4 a = *reinterpret_cast<const float4*>(h + i);
+        const float4 b = *reinterpret_cast<const float4*>(w + i);
+        return make_float4(a.x * b.x * factor, a.y * b.y * factor, a.z * b.z * factor,
+                           a.w * b.w * factor);
+    };
     float sum = 0.0f, largest = 0.0f;
 #pragma unroll 4
-    for (int i = threadIdx.x; i < cols; i += blockDim.x) {
-        sum += h[i] * h[i];
-        largest = fmaxf(largest, fabsf(h[i] * w[i]));
+    for (int i = 4 * threadIdx.x; i < cols; i += 4 * blockDim.x) {
+        const float4 a = *reinterpret_cast<const float4*>(h + i);
+        sum += (a.x * a.x + a.y * a.y) + (a.z * a.z + a.w * a.w);
+        largest = fmaxf(largest, largest_of(weighted(i, 1.0f)));
     }
     const float2 all = block_sum_and_max(sum, largest);
     const float inverse = rsqrtf(all.x / cols + eps);
-    store_scaled_row([=](int i) { return h[i] * w[i] * inverse; }, all.y * inverse, row, cols,
-                     stride, x, scale);
+    store_scaled_row([=](int i) { return weighted(i, inverse); }, all.y * inverse, cols, stride, x,
+                     scale);
 }
 
 // angles[r] = cos | sin of positions[r] * frequencies[rope_sets[r]], times magnitude.
@@ -1129,41 +1175,52 @@ KERNEL rope_kv(const float* qkv, const float* angles, const float* q_norm, const
                void* q, char* pages, const int* page_table, const int* slots,
                const int* positions, int layer, int n_pages, int max_pages, int n_heads,
                int n_kv_heads, int head_dim, int rope_dim, int neox, int format, float eps) {
-    __shared__ float heads[4][256];
+    __shared__ float heads[4][Q8_BLOCK * MOST_BLOCKS];
     const int row = blockIdx.x, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const int head = blockIdx.y * 4 + warp;  // q heads, then k heads, then v heads
     if (head >= n_heads + 2 * n_kv_heads) return;
     const bool is_q = head < n_heads, is_v = head >= n_heads + n_kv_heads;
-    qkv += (int64_t(row) * (n_heads + 2 * n_kv_heads) + head) * head_dim;
-    float* x = heads[warp];
-    float sum = 0.0f;
-    for (int d = lane; d < head_dim; d += 32) {
-        x[d] = qkv[d];
-        sum += x[d] * x[d];
-    }
+    const int slot = slots[row], position = positions[row];
+    const int page = is_q || slot < 0
+                         ? -1
+                         : page_table[int64_t(slot) * max_pages + position / PAGE];
     const float* norm = is_v ? nullptr : is_q ? q_norm : k_norm;
-    if (norm) {
-        const float inverse = rsqrtf(warp_sum(sum) / head_dim + eps);
-        for (int d = lane; d < head_dim; d += 32) x[d] = x[d] * inverse * norm[d];
+    qkv += (int64_t(row) * (n_heads + 2 * n_kv_heads) + head) * head_dim;
+    float x[MOST_BLOCKS], gain[MOST_BLOCKS], sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < MOST_BLOCKS; i++) {
+        const int d = 32 * i + lane;
+        x[i] = d < head_dim ? qkv[d] : 0.0f;
+        gain[i] = norm && d < head_dim ? norm[d] : 1.0f;
+        sum += x[i] * x[i];
+    }
+    const float inverse = norm ? rsqrtf(warp_sum(sum) / head_dim + eps) : 1.0f;
+#pragma unroll
+    for (int i = 0; i < MOST_BLOCKS; i++) {
+        x[i] = x[i] * inverse * gain[i];
+        heads[warp][32 * i + lane] = x[i];
     }
     __syncwarp();
 
     char* block = nullptr;
-    if (!is_q && slots[row] >= 0) {
+    if (page >= 0) {
         const int kv_head = head - n_heads - (is_v ? n_kv_heads : 0);
-        const int page = page_table[int64_t(slots[row]) * max_pages + positions[row] / PAGE];
         const int bytes = kv_block_bytes(format, head_dim);
         block = pages + kv_offset(layer, n_pages, page, n_kv_heads, kv_head, bytes);
         block += is_v ? bytes : 0;
     }
     angles += int64_t(row) * rope_dim;
     const int pairs = rope_dim / 2;
-    for (int d = lane; d < head_dim; d += 32) {
-        float value = x[d];
+#pragma unroll
+    for (int i = 0; i < MOST_BLOCKS; i++) {
+        const int d = 32 * i + lane;
+        if (d >= head_dim) break;
+        float value = x[i];
         if (!is_v && d < rope_dim) {
             const bool first = neox ? d < pairs : d % 2 == 0;
             const int pair = neox ? d % pairs : d / 2, distance = neox ? pairs : 1;
-            const float turned = x[first ? d + distance : d - distance] * angles[pairs + pair];
+            const float turned =
+                heads[warp][first ? d + distance : d - distance] * angles[pairs + pair];
             value = value * angles[pair] + (first ? -turned : turned);
         }
         const int64_t at = (int64_t(row) * n_heads + head) * head_dim + d;
@@ -1173,23 +1230,26 @@ KERNEL rope_kv(const float* qkv, const float* angles, const float* q_norm, const
             static_cast<__half*>(q)[at] =
                 __float2half_rn(fminf(fmaxf(value, -F16_LARGEST), F16_LARGEST));
         else if (block)
-            store_kv(block, format, head_dim, positions[row] % PAGE, d, value);
+            store_kv(block, format, head_dim, position % PAGE, d, value);
     }
 }
 
+// Relative error 1e-6; 0 for large negative x, where the exponential overflows.
+__device__ __forceinline__ float silu(float x) { return __fdividef(x, 1.0f + __expf(-x)); }
+
 // x[r] = silu(gate) * up: gate_up f32 [rows, 2 cols], gate first -> x f16 [rows, stride], scale.
-// PRECOND: grid (rows), 512 threads; stride = cols rounded up to 64.
+// PRECOND: grid (rows), 1024 threads; cols % 4 = 0; stride = cols rounded up to 64.
 // One block holds one row and computes it twice: for its largest value, then to store it.
 // Moves 8 cols + 2 stride bytes a row (the second read hits the cache).
 KERNEL silu_mul(const float* gate_up, __half* x, float* scale, int cols, int stride) {
-    const float* gate = gate_up + int64_t(blockIdx.x) * 2 * cols;
-    auto value = [=](int i) { return gate[i] / (1.0f + expf(-gate[i])) * gate[cols + i]; };
-    float largest = 0.0f;
-#pragma unroll 4
-    for (int i = threadIdx.x; i < cols; i += blockDim.x)
-        largest = fmaxf(largest, fabsf(value(i)));
-    largest = block_sum_and_max(0.0f, largest).y;
-    store_scaled_row(value, largest, blockIdx.x, cols, stride, x, scale);
+    const float* row = gate_up + int64_t(blockIdx.x) * 2 * cols;
+    auto values = [=](int i) {
+        const float4 gate = *reinterpret_cast<const float4*>(row + i);
+        const float4 up = *reinterpret_cast<const float4*>(row + cols + i);
+        return make_float4(silu(gate.x) * up.x, silu(gate.y) * up.y, silu(gate.z) * up.z,
+                           silu(gate.w) * up.w);
+    };
+    store_scaled_row(values, largest_in_row(values, cols), cols, stride, x, scale);
 }
 
 // Page `target` of every layer becomes a copy of page `source`.
@@ -1405,7 +1465,7 @@ __device__ __forceinline__ void attention_tile(const __half* q, __half* out,
 #pragma unroll
             for (int n = 0; n < 2 * STEPS; n++)
                 key[n].template load<HD>(keys, 16 * (n / 2) + 2 * (n % 2) + token, 8 * t);
-#pragma unroll 1
+#pragma unroll
             for (int i = 0; i < HD / 32; i++) {
                 const uint4 a[2] = {queries[2 * i][lane], queries[2 * i + 1][lane]};
 #pragma unroll
@@ -1596,17 +1656,29 @@ ATTENTION(attention_q8_256, true, 256, 2)
 KERNEL attention_merge(const float* part_values, const float2* part_states, __half* out,
                        const int* positions, const int* slots, int max_segments, int stride) {
     const int row = blockIdx.x, head = blockIdx.y, head_dim = blockDim.x, column = threadIdx.x;
+    const int lane = threadIdx.x & 31;
     const int n_segments = slots[row] < 0 ? 0 : positions[row] / (SEGMENT_PAGES * PAGE) + 1;
     const int64_t first = (int64_t(row) * gridDim.y + head) * max_segments;
     Softmax softmax = {-INFINITY, 0.0f};
     float total = 0.0f;
-#pragma unroll 4
-    for (int64_t at = first; at < first + n_segments; at++) {
-        const float2 state = part_states[at];
-        const float2 factors = softmax.fold(state.x, state.y);
-        total = fold_value(total, part_values[at * head_dim + column], factors);
+    for (int start = 0; start < n_segments; start += 32) {
+        const int n = min(32, n_segments - start);
+        const int64_t at = first + start;
+        // 32 segments are on their way at once; lane i of every warp holds the state of segment i.
+        const float2 state = lane < n ? part_states[at + lane] : make_float2(-INFINITY, 0.0f);
+        float value[32];
+#pragma unroll
+        for (int i = 0; i < 32; i++)
+            value[i] = i < n ? part_values[(at + i) * head_dim + column] : 0.0f;
+#pragma unroll
+        for (int i = 0; i < 32; i++) {
+            if (i >= n) break;
+            const float2 factors = softmax.fold(__shfl_sync(ALL_LANES, state.x, i),
+                                                __shfl_sync(ALL_LANES, state.y, i));
+            total = fold_value(total, value[i], factors);
+        }
     }
-    out[int64_t(row) * stride + head * head_dim + column] = 
+    out[int64_t(row) * stride + head * head_dim + column] =
         normalised(total, inverse_sum(softmax.l));
 }
 
@@ -1658,13 +1730,12 @@ KERNEL attention_f32(const float* q, float* out, const char* pages, const int* p
 }
 
 // x[r] f16 [rows, stride] and scale [rows] from f32 [rows, cols].
-// PRECOND: grid (rows), 512 threads; stride = cols rounded up to 64. One block holds one row.
-KERNEL attention_f32_scale(const float* values, __half* x, float* scale, int cols, int stride) {
-    const float* row = values + int64_t(blockIdx.x) * cols;
-    float largest = 0.0f;
-    for (int i = threadIdx.x; i < cols; i += blockDim.x) largest = fmaxf(largest, fabsf(row[i]));
-    largest = block_sum_and_max(0.0f, largest).y;
-    store_scaled_row([=](int i) { return row[i]; }, largest, blockIdx.x, cols, stride, x, scale);
+// PRECOND: grid (rows), 1024 threads; cols % 4 = 0; stride = cols rounded up to 64.
+// One block holds one row. Moves 4 cols + 2 stride bytes a row (the second read hits the cache).
+KERNEL attention_f32_scale(const float* from, __half* x, float* scale, int cols, int stride) {
+    const float* row = from + int64_t(blockIdx.x) * cols;
+    auto values = [=](int i) { return *reinterpret_cast<const float4*>(row + i); };
+    store_scaled_row(values, largest_in_row(values, cols), cols, stride, x, scale);
 }
 
 // ---------------------------------------------------------------------------------------------
@@ -1825,20 +1896,20 @@ struct SampleValues {
     }
 };
 
-// Sums over tokens that share a digit of their key. A weight is three limbs of 14 bits, so that the adds are
-// native 32-bit atomics and 2^18 tokens cannot overflow one; lanes spread over 8 copies.
+// Sums over tokens that share a digit of their key. A weight is three limbs of 14 bits, so that the
+// adds are native 32-bit atomics and 2^18 tokens cannot overflow one; lanes spread over 8 copies.
 constexpr int BINS = 256, BIN_COPIES = 8, LIMB_BITS = 14;
 struct SampleBins {
     uint32_t limb[3][BINS][BIN_COPIES], count[BINS][BIN_COPIES];
-    uint64_t sum[BINS], before;             // from here on bins are in falling order of their digits
+    uint64_t sum[BINS], before;             // from here on the highest digit comes first
     bool single[BINS];
     int chosen;
 };
 
-// Lowest key that a filter keeps, in every thread. Of the tokens with key >= floor, in the order of the
-// ranking, it keeps those before whom the weights sum to less than limit_of(sum of all); at
-// least one and at most all of the sum must be asked for. Radix select, 8 bits of the key a pass; once the
-// deciding token is alone in its bin, the bin's lowest key does.
+// Lowest key that a filter keeps, in every thread. Of the tokens with key >= floor, in the order of
+// the ranking, it keeps those before whom the weights sum to less than limit_of(sum of all), which
+// is at least 1 and at most that sum. Radix select, 8 bits of the key a pass; once the deciding
+// token is alone in its bin, the bin's lowest key does.
 template <class Weight, class Limit>
 __device__ uint64_t sample_cut(SampleBins& bins, const SampleValues& values, int n_vocab,
                                uint64_t floor, Weight weight_of, Limit limit_of) {
@@ -1854,8 +1925,8 @@ __device__ uint64_t sample_cut(SampleBins& bins, const SampleValues& values, int
             uint64_t key = values.key(id);
             if (key < floor || (shift < 56 && key >> (shift + 8) != prefix)) continue;
             uint64_t weight = weight_of(id);
-            // Weightless tokens come last; whether one joins the bin of the deciding token is all the same,
-            // for they are out of reach of the noise.
+            // Weightless tokens come last, out of reach of the noise: it is all the same whether
+            // one shares the bin of the deciding token.
             if (weight == 0) continue;
             int digit = int(key >> shift) & (BINS - 1), copy = threadIdx.x % BIN_COPIES;
             atomicAdd(&bins.count[digit][copy], 1u);
@@ -1907,7 +1978,7 @@ __device__ uint64_t sample_cut(SampleBins& bins, const SampleValues& values, int
     }
 }
 
-// Calls visit(id, logit, Philox word) for the tokens with key >= floor. Neighbours share a Philox call.
+// Calls visit(id, logit, Philox word) for the tokens with key >= floor. Four share a Philox call.
 template <class Visit>
 __device__ __forceinline__ void sample_survivors(const SampleValues& values, const SampleRow& row,
                                                  int n_vocab, uint64_t floor, Visit visit) {
@@ -1929,7 +2000,7 @@ __device__ __forceinline__ void sample_survivors(const SampleValues& values, con
     }
 }
 
-// Token id, in every thread: the filters of the row, then the argmax of x + noise. `top` = largest logit.
+// Token id, in every thread: the row's filters, then the argmax of x + noise. top = largest logit.
 __device__ int sample_draw(SampleBins& bins, const SampleValues& values, const SampleRow& row,
                            int n_vocab, float top) {
     auto x_of = [&](float l) {
@@ -1958,8 +2029,8 @@ __device__ int sample_draw(SampleBins& bins, const SampleValues& values, const S
     uint64_t min_p_floor = uint64_t(lowest) << 32;
     floor = max(floor, min_p_floor);
 
-    // Scores in float32 are within 2e-5 of the truth (x is above -28.1 here), so what is 1e-3 behind
-    // the best of them cannot win; the rest, nearly always one token, is scored exactly.
+    // Scores in float32 are within 2e-5 of the truth (x is above -28.1 here), so what is 1e-3
+    // behind the best of them cannot win; the rest, mostly one token, is scored exactly.
     float inverse = float(row.inverse_temperature), best = -INFINITY;
     auto rough = [&](float l, uint32_t word) { return (l - top) * inverse + rough_gumbel(word); };
     sample_survivors(values, row, n_vocab, floor, [&](int, float l, uint32_t word) {
@@ -1981,17 +2052,17 @@ __device__ int sample_draw(SampleBins& bins, const SampleValues& values, const S
     return int(~block_max(score == winner && token >= 0 ? ~uint32_t(token) : 0u));
 }
 
-// tokens[row], logprobs[row] = sampling.sample(logits[row] (n_vocab), rows[row]); -1 for padding and for a
-// row with a NaN, a +inf or no finite logit. last_tokens[slot of the row] is the token again (0 for
-// -1), for the next step's `embed`. Counts the token in adjustments[rows[row].adjustment].
-// PRECOND: grid (rows), block 1024, n_vocab <= 2^20, no adjustments row used twice.
-// Thread 0 holds and writes the result. Bytes: 4 n_vocab a pass; greedy 2 passes (argmax, logprob), sampling
-// 2 more, top_k and top_p 3 to 8 each; 12 n_vocab a pass with adjustments.
+// tokens[row], logprobs[row] = sampling.sample(logits[row] (n_vocab), draws[row]); -1 for padding
+// and for a row with a NaN, a +inf or no finite logit. The token (0 for -1) also goes to
+// last_tokens[slot of the row], for the next step's embed; it is counted in the adjustments.
+// PRECOND: grid (rows), block 1024, n_vocab <= 2^20, no two active rows share a slot.
+// Thread 0 holds the result. Bytes: 4 n_vocab a pass over the row, 12 with adjustments; greedy
+// takes 2 passes (argmax, logprob), sampling 2 more, top_k and top_p 3 to 8 each.
 KERNEL __launch_bounds__(SAMPLE_THREADS)
-sample(const float* logits, const SampleRow* rows, Adjustment* adjustments, int* tokens,
+sample(const float* logits, const SampleRow* draws, Adjustment* adjustments, int* tokens,
        float* logprobs, int* last_tokens, const int* slots, const int* logit_rows, int n_vocab) {
     __shared__ SampleBins bins;
-    const SampleRow& row = rows[blockIdx.x];
+    const SampleRow& row = draws[blockIdx.x];
     if (!row.active) {
         if (threadIdx.x == 0) {
             tokens[blockIdx.x] = -1;
@@ -2027,12 +2098,13 @@ sample(const float* logits, const SampleRow* rows, Adjustment* adjustments, int*
         for (int id = threadIdx.x; id < n_vocab; id += SAMPLE_THREADS)
             weights += sample_weight(__dsub_rn(double(logits[id]), double(raw_top)));
         double all = __dmul_rn(__ull2double_rn(block_sum(weights)), 1.0 / (1LL << WEIGHT_BITS));
-        logprob = float(__dsub_rn(__dsub_rn(double(logits[token]), double(raw_top)), sample_log(all)));
+        double gap = __dsub_rn(double(logits[token]), double(raw_top));
+        logprob = float(__dsub_rn(gap, sample_log(all)));
     }
     if (threadIdx.x == 0) {
         tokens[blockIdx.x] = token;
         logprobs[blockIdx.x] = logprob;
-        last_tokens[slots[logit_rows[blockIdx.x]]] = token < 0 ? 0 : token;
+        last_tokens[slots[logit_rows[blockIdx.x]]] = max(token, 0);
         if (adjustment != nullptr && token >= 0) adjustment[token].count++;
     }
 }

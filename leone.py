@@ -168,7 +168,7 @@ class Engine:
         if template is None:
             raise ModelError("this model has no chat template; use a plain prompt instead")
         tok = self.tokenizer
-        parts = chat.render(template, messages, bos_token=tok.text_of(tok.bos_id),
+        parts = chat.render(template, messages, tok.control_texts, bos_token=tok.text_of(tok.bos_id),
                             eos_token=tok.text_of(tok.eos_id), **kwargs)
         return tok.encode_parts(parts)
 
@@ -193,8 +193,8 @@ class Engine:
         if len(self.waiting) >= self.queue_limit:
             raise Overloaded("the queue is full; try again later", self.pages_for(ids, max_tokens),
                              self.pool.free_count, 1000, code="queue_full")
-        request = Request(ids, sampling.seeded(), max_tokens, self.tokenizer.stream(), ignore_eos,
-                          submitted=time.perf_counter())
+        request = Request(ids, sampling.seeded(), max_tokens, self.tokenizer.stream(after=ids[-1]),
+                          ignore_eos, submitted=time.perf_counter())
         request.rope_set = self.rope_set(len(ids) + max_tokens)
         self.waiting.append(request)
         return request
@@ -336,12 +336,13 @@ class Engine:
         for i, request in enumerate(sampled):
             draws[i] = request.draw
             draws[i]["position"] = len(request.prompt) + request.sampled
+        key = len(draws) if decoding else None
         batch, draws = self.ops.upload_batch(batch), self.ops.upload_draws(draws)
 
         def run():
             return self.ops.sample(self.forward(batch), draws, batch)
 
-        result = self.ops.run(len(draws) if decoding else None, run)
+        result = self.ops.run(key, run)
         for request, ids, _, wanted in chosen:
             request.read = min(request.read + len(ids), len(request.prompt))
             request.sampled += wanted
@@ -604,7 +605,7 @@ def run_tokenize(args):
         print(json.dumps({"tokens": ids}))
     else:
         for token in ids:
-            print(f"{token:7d}  {tokenizer.token_bytes(token)!r}"[0:120])
+            print(f"{token:7d}  {tokenizer.token_bytes(token, special=True)!r}")
 
 
 def run_doctor(args):

@@ -1,11 +1,17 @@
-"""What a user asks about a model or a machine: doctor."""
+"""What a user asks about a model or a machine: doctor, bench, perplexity, diff."""
 import json
 import math
+import sys
+import time
+
+import numpy as np
 
 import device
 import model
-from errors import ModelError
-from kv import PAGE
+import reference
+from errors import ModelError, RequestError
+from kv import PAGE, Batch
+from sampling import Sampling
 from tokenizer import Tokenizer
 
 # ---- doctor: what a model is and what this machine can do with it --------------------------------
@@ -187,3 +193,190 @@ def size(n_bytes):
 def printable(text):
     """Text from a file without the control characters that could steer a terminal."""
     return "".join(char if char.isprintable() else "?" for char in text)
+
+
+# ---- bench -----------------------------------------------------------------------------------
+
+PROMPT, NEW = 128, 128  # tokens of a bench request
+PREFILLS = 512, 4096  # prompt lengths whose reading is timed
+REPEATS = 5
+
+
+def bench(engine, rows, profile=False, as_json=False):
+    """Time decoding at each number of sequences in `rows`, and prefill; print a table or JSON."""
+    rng = np.random.default_rng(7)
+
+    def run(n, prompt, new):
+        """Seconds to the last first token, seconds from there to the end."""
+        requests = [engine.submit(rng.integers(0, engine.cfg.n_vocab, prompt).tolist(),
+                                  Sampling(temperature=0), new, ignore_eos=True) for _ in range(n)]
+        began = time.perf_counter()
+        while engine.step():
+            pass
+        error = next((r.error for r in requests if r.error), None)
+        if error:
+            raise error
+        first = max(r.first_token for r in requests)
+        return first - began, max(r.finished for r in requests) - first
+
+    quick = engine.ops.name == "cpu"  # seconds a row there
+    new, repeats = (16, 3) if quick else (NEW, REPEATS)
+    roof = engine.ops.measure_bandwidth()
+    result = dict(model=engine.cfg.name, backend=engine.ops.name, card=engine.ops.card_name,
+                  kv=engine.kv.format, read_bandwidth_gb_per_s=roof, decode=[], prefill=[])
+    longest = engine.page_table.shape[1] * PAGE
+    for n in rows:
+        run(n, PROMPT, 4)  # builds the graphs
+        speeds = sorted(n * (new - 1) / run(n, PROMPT, new)[1] for _ in range(repeats))
+        speed = speeds[repeats // 2]
+        gigabytes = speed / n * engine.bytes_per_token / 1e9
+        result["decode"].append(dict(
+            rows=n, tokens_per_s=speed, slowest=speeds[0], fastest=speeds[-1],
+            ms_per_step=1e3 * n / speed, gb_per_s=gigabytes, share=gigabytes / roof))
+    for length in PREFILLS:
+        if length + 2 < longest and not (quick and length > 512):
+            run(1, length, 1)
+            seconds = sorted(run(1, length, 1)[0] for _ in range(repeats))[repeats // 2]
+            result["prefill"].append(dict(tokens=length, tokens_per_s=length / seconds,
+                                          tflop_per_s=2e-12 * engine.parameters * length / seconds))
+    if profile:
+        result["ops"] = profile_ops(engine, rng)
+    print(json.dumps(result) if as_json else bench_table(result))
+    return result
+
+
+def bench_table(result):
+    lines = [f"{result['model']}, {result['card']}, {result['kv']} KV, "
+             f"memory reads {result['read_bandwidth_gb_per_s']:.0f} GB/s", "",
+             "rows    tok/s (slowest .. fastest)   ms/step    GB/s   share"]
+    for d in result["decode"]:
+        lines.append(f"{d['rows']:4d} {d['tokens_per_s']:8.1f} ({d['slowest']:8.1f} .. {d['fastest']:8.1f})"
+                     f" {d['ms_per_step']:9.3f} {d['gb_per_s']:7.1f} {d['share']:6.1%}")
+    lines.append("")
+    for p in result["prefill"]:
+        lines.append(f"prefill {p['tokens']:5d}: {p['tokens_per_s']:8.0f} tok/s, "
+                     f"{p['tflop_per_s']:.1f} TFLOP/s")
+    for rows, ops in result.get("ops", {}).items():
+        total = sum(ms for _, ms in ops.values())
+        lines += ["", f"one step of {rows} rows: {total:.3f} ms in ops",
+                  "op            calls        ms   share"]
+        for name, (calls, ms) in sorted(ops.items(), key=lambda item: -item[1][1]):
+            lines.append(f"{name:12} {calls:6d} {ms:9.3f} {ms / total:7.1%}")
+    return "\n".join(lines)
+
+
+def profile_ops(engine, rng):
+    """{rows: {op: (calls, ms)}} of one eager step of 1 row, and of a full prefill chunk."""
+    found = {}
+    for rows in (1, engine.prefill_chunk):
+        timed = TimedOps(engine.ops)
+        pages = engine.pool.take(-(-rows // PAGE))
+        table = np.array([pages], np.int32)
+        ids = rng.integers(0, engine.cfg.n_vocab, rows).tolist()
+        batch = engine.ops.upload_batch(Batch.of([(0, 0, ids, 0, 1)], table, engine.tile_tokens))
+        for _ in range(2):  # the first call warms up
+            timed.start()
+            model.forward(engine.cfg, engine.weights, batch, engine.kv, timed)
+            found[rows] = timed.stop()
+        engine.pool.give(pages)
+    return found
+
+
+class TimedOps:
+    """An op table that times every call of another one."""
+
+    def __init__(self, ops):
+        self.ops, self.marks = ops, []
+
+    def __getattr__(self, name):
+        op = getattr(self.ops, name)
+
+        def timed(*args):
+            before = self.ops.mark()
+            result = op(*args)
+            self.marks.append((name, before, self.ops.mark()))
+            return result
+        return timed
+
+    def start(self):
+        self.marks = []
+        self.ops.run_ahead()
+
+    def stop(self):
+        self.ops.synchronize()
+        found = {}
+        for name, before, after in self.marks:
+            calls, ms = found.get(name, (0, 0.0))
+            found[name] = calls + 1, ms + self.ops.milliseconds(before, after)
+        return found
+
+
+# ---- perplexity ------------------------------------------------------------------------------
+
+
+def perplexity(engine, text, window, as_json=False):
+    """Perplexity over non-overlapping windows of `window` tokens, each from an empty cache.
+
+    Only predictions in the second half of a window count, as is usual for GGUF files; a rest is dropped.
+    """
+    ids = engine.tokenizer.encode(text, special=False, bos=False)
+    count = len(ids) // window
+    if window < 4 or not count:
+        raise RequestError(f"the text has {len(ids)} tokens; it needs one window of {window} or more")
+    total, predictions = 0.0, 0
+    for index in range(count):
+        part = np.array(ids[index * window:(index + 1) * window])
+        logits = engine.logits(part)[window // 2:-1].astype(np.float64)
+        wanted = part[window // 2 + 1:]
+        largest = logits.max(axis=-1)
+        log_sum = largest + np.log(np.exp(logits - largest[:, None]).sum(axis=-1))
+        total += float((log_sum - logits[np.arange(len(wanted)), wanted]).sum())
+        predictions += len(wanted)
+        if sys.stderr.isatty():
+            print(f"window {index + 1} of {count}: {np.exp(total / predictions):.4f}",
+                  end="\r\033[K" if index + 1 == count else "\r", file=sys.stderr, flush=True)
+    value = float(np.exp(total / predictions))
+    print(json.dumps(dict(perplexity=value, window=window, windows=count)) if as_json else
+          f"perplexity {value:.4f} over {count} windows of {window} tokens")
+    return value
+
+
+# ---- diff ------------------------------------------------------------------------------------
+
+DIFF_TOLERANCE = 1e-2  # of the buffer's largest value: f16 inputs, summed over the layers before
+
+
+def diff(path, text, kv_format):
+    """Run the prompt on both backends, compare every buffer. Returns 1 at the first that differs."""
+    gguf = model.GGUF(path)
+    tokenizer = Tokenizer(gguf.metadata)
+    ids = tokenizer.encode(text, special=False, bos=tokenizer.add_bos)
+    if not ids:
+        raise RequestError("the prompt is empty; give some text")
+    runs = []
+    for ops in (reference.Reference(np.float32), device.Device()):
+        buffers = []
+        try:
+            cfg, weights = model.load(gguf, ops)
+            pages = -(-len(ids) // PAGE)
+            kv = ops.pages(cfg, pages, kv_format)
+            rope_set = int(len(cfg.rope_sets) > 1 and len(ids) > cfg.rope_long_from)
+            batch = Batch.of([(0, 0, ids, rope_set, len(ids))],
+                             np.arange(pages, dtype=np.int32)[None], ops.tile_tokens(cfg))
+            model.forward(cfg, weights, ops.upload_batch(batch), kv, ops,
+                          lambda name, layer, value: buffers.append(
+                              (name, layer, ops.download(value).reshape(len(ids), -1).copy())))
+        finally:
+            ops.close()
+        runs.append(buffers)
+    print("layer  buffer          largest     error  error/largest")
+    for (name, layer, expected), (_, _, actual) in zip(*runs):
+        largest = float(np.abs(expected).max())
+        error = float(np.abs(actual - expected).max())
+        good = error <= DIFF_TOLERANCE * largest  # false for NaN
+        print(f"{layer if layer >= 0 else '':5}  {name:12} {largest:10.4g} {error:9.3g} "
+              f"{error / largest if largest else 0:10.2e}{'' if good else '  <-- differs'}")
+        if not good:
+            return 1
+    print("all buffers agree")
+    return 0

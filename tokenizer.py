@@ -461,7 +461,7 @@ class Tokenizer:
             if space > 0 and None not in ids:
                 joins.setdefault(ids[:2], (rank, ids[2]))
             elif space < 0 or any(token not in index and token not in others
-                                  for token in (left, right, left + right)):
+                                  for token in (left, right)):  # one without a product is unused
                 raise ModelError(f"tokenizer.ggml.merges[{rank}] {_shown(text)[:40]!r} "
                                  f"names no token; {CONVERT}")
         return joins

@@ -368,14 +368,17 @@ def check_linear(device, rng, kinds, heights, cols, counts, bias=True):
     offset = rng.standard_normal(sum(heights)).astype(np.float32) if bias else None
     w = device.matrix(tensors, offset)
     x, values = random_activations(device, rng, max(counts), cols)
-    want = values @ np.concatenate([weights_of(t) for t in tensors]).T
+    weights = np.concatenate([weights_of(t) for t in tensors])
+    want = values @ weights.T
     want = want + offset if bias else want
+    # The size of a usual result; 2e-3 of the largest of many is 8e-3 of a usual one.
+    usual = np.outer(np.linalg.norm(values, axis=1), np.linalg.norm(weights, axis=1)) / cols ** 0.5
+    usual = usual + np.abs(offset) if bias else usual
     before = rng.standard_normal(want.shape).astype(np.float32)
     together = None
     for rows in sorted(counts, reverse=True):
         got = device.download(device.linear(some_rows(device, x, rows), w))
-        for row in range(rows):
-            close(got[row], want[row])
+        assert (np.abs(got - want[:rows]) <= 8e-3 * usual[:rows]).all()
         assert np.linalg.norm(got - want[:rows]) < 1e-3 * np.linalg.norm(want[:rows]), rows
         together = got if together is None else together
         assert np.array_equal(got.view(np.uint32), together[:rows].view(np.uint32)), rows

@@ -632,7 +632,7 @@ N = 261     # tokens of bpe_file()
     ({"merges": 3}, "tokenizer.ggml.merges must be an array of strings"),
     ({"merges": [b"h e", 5]}, "tokenizer.ggml.merges must be an array of strings"),
     ({"merges": [b"h e", b"he lp"]}, r"merges\[1\] 'he lp' names no token"),
-    ({"merges": [b"h l"]}, r"merges\[0\] 'h l' names no token"),
+    ({"merges": [b"h lo"]}, r"merges\[0\] 'h lo' names no token"),
     ({"merges": [b"hello"]}, r"merges\[0\] 'hello' names no token"),
     ({"merges": [b""]}, r"merges\[0\] '' names no token"),
     ({"merges": [b"h "]}, r"merges\[0\] 'h ' names no token"),
@@ -662,9 +662,16 @@ def test_bad_spm_files(changes, message):
         Tokenizer(spm_file(["▁"], [0.0], **changes)).prepare()
 
 
+def test_merge_without_product_is_unused():
+    """Both parts are tokens, both together are not: other readers accept such a line too."""
+    tokenizer = Tokenizer(bpe_file(merges=("h l", "h e")))
+    assert tokenizer.encode("hlhe") == [*tokenizer.encode("h"), *tokenizer.encode("l"),
+                                        *tokenizer.encode("he")]
+
+
 def test_merges_are_read_lazily():
     """doctor reports on a file with bad merges without reading them; encoding refuses."""
-    tokenizer = Tokenizer(bpe_file(merges=("x y",)))
+    tokenizer = Tokenizer(bpe_file(merges=("xy z",)))
     assert tokenizer.describe()["merges"] == 1
     with pytest.raises(ModelError, match="names no token"):
         tokenizer.encode("x")

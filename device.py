@@ -33,7 +33,7 @@ BUILD_HINT = "run: make kernels.cubin"
 
 
 def call(name, *args):
-    """Call the driver function `name`. Returns its results without the status; raises DeviceError."""
+    """Results of the driver function `name` without their status. Raises DeviceError."""
     status, *results = getattr(driver, name)(*args)
     if status:
         raise DeviceError(f"{name} failed: {status.name}. {hint(status.name)}")
@@ -441,7 +441,7 @@ class Device:
     def synchronize(self):
         call("cuStreamSynchronize", self.stream)
 
-    # ---- loading ------------------------------------------------------------------------------------
+    # ---- loading -----------------------------------------------------------------------------
 
     def matrix(self, tensors, bias=None):
         """Stack the row blocks `tensors`, each [rows, cols], with an optional bias [rows].
@@ -527,8 +527,8 @@ class Device:
         """Most rows of one attention tile: consecutive tokens of a sequence. Raises DeviceError."""
         group = cfg.n_heads // cfg.n_kv_heads
         if group > ATTENTION_ROWS:
-            raise DeviceError(f"the CUDA kernels share a KV head among at most {ATTENTION_ROWS} query "
-                              f"heads, this model among {group}: use --backend cpu")
+            raise DeviceError(f"the CUDA kernels share a KV head among at most {ATTENTION_ROWS} "
+                              f"query heads, this model among {group}: use --backend cpu")
         return ATTENTION_ROWS // group
 
     # ---- steps: upload, run, fetch -----------------------------------------------------------
@@ -652,7 +652,7 @@ class Device:
         for _ in range(400):
             call("cuMemsetD8Async", block.ptr, 0, block.nbytes, self.stream)
 
-    # ---- ops, in the order in which the forward pass calls them -------------------------------------
+    # ---- ops, in the order in which the forward pass calls them --------------------------------
 
     def activations(self, name, rows, cols):
         """Scratch for a GEMM input with a scale per row."""

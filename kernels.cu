@@ -146,12 +146,16 @@ __device__ __forceinline__ unsigned add2(unsigned a, unsigned b) {
 }
 __device__ __forceinline__ unsigned both_low(unsigned x) {
     unsigned d;
-    asm("{.reg .f16 low, high; mov.b32 {low, high}, %1; mov.b32 %0, {low, low};}" : "=r"(d) : "r"(x));
+    asm("{.reg .f16 low, high; mov.b32 {low, high}, %1; mov.b32 %0, {low, low};}"
+        : "=r"(d)
+        : "r"(x));
     return d;
 }
 __device__ __forceinline__ unsigned both_high(unsigned x) {
     unsigned d;
-    asm("{.reg .f16 low, high; mov.b32 {low, high}, %1; mov.b32 %0, {high, high};}" : "=r"(d) : "r"(x));
+    asm("{.reg .f16 low, high; mov.b32 {low, high}, %1; mov.b32 %0, {high, high};}"
+        : "=r"(d)
+        : "r"(x));
     return d;
 }
 __device__ __forceinline__ unsigned rotate_right_8(unsigned x) { return __byte_perm(x, x, 0x0321); }
@@ -397,7 +401,7 @@ __device__ __forceinline__ void linear_few(const Product& product, const Place& 
     const int64_t tile_bytes = P::tile_bytes(chunks);
     int windows = 0;
 
-    const uint4* x[TOKEN_TILES];  // tokens past the end: the last one again, its results are dropped
+    const uint4* x[TOKEN_TILES];  // past the end: the last token again, its results are dropped
 #pragma unroll
     for (int n = 0; n < TOKEN_TILES; n++)
         x[n] = reinterpret_cast<const uint4*>(
@@ -479,8 +483,8 @@ __device__ __forceinline__ void linear_few(const Product& product, const Place& 
                 for (int n = 0; n < TOKEN_TILES; n++)
 #pragma unroll
                     for (int i = 0; i < 4; i++)
-                        window_sums[((part - window) * TOKENS + 8 * n + 2 * t + (i & 1)) * FEW_STRIDE +
-                                    g + 8 * (i >> 1)] = sum[n][i];
+                        window_sums[((part - window) * TOKENS + 8 * n + 2 * t + (i & 1)) *
+                                        FEW_STRIDE + g + 8 * (i >> 1)] = sum[n][i];
                 tile = next_tile;
             }
             __syncthreads();  // one a window: the next one takes the other half of `sums`
@@ -567,7 +571,7 @@ __device__ __forceinline__ void linear_staged(const Product& product, const Plac
     constexpr int SLOT_BYTES = Shape::TOKEN_BYTES + Shape::TILES * WORD_BYTES;
     constexpr int GROUP_THREADS = 32 * Shape::WARPS;
     constexpr int COPIES = 64 * TOKEN_TILES / GROUP_THREADS;  // of 16 bytes, a thread's share
-    constexpr int BATCH = TOKEN_TILES < 4 ? TOKEN_TILES : 4;  // token tiles of one burst of products
+    constexpr int BATCH = TOKEN_TILES < 4 ? TOKEN_TILES : 4;  // token tiles of a burst of products
 
     const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
     const int warp = __shfl_sync(ALL_LANES, threadIdx.x >> 5, 0);  // known to be uniform
@@ -602,7 +606,8 @@ __device__ __forceinline__ void linear_staged(const Product& product, const Plac
 #pragma unroll
         for (int i = 0; i < COPIES; i++)
             copy_async<16>(token_copy + slot + i * GROUP_THREADS * 16,
-                           reinterpret_cast<const uint4*>(product.x) + (copied[i] + chunk * (CHUNK / 8)));
+                           reinterpret_cast<const uint4*>(product.x) + copied[i] +
+                               chunk * (CHUNK / 8));
         if constexpr (!DIRECT) {
 #pragma unroll
             for (int m = 0; m < ROW_TILES; m++) {
@@ -611,12 +616,14 @@ __device__ __forceinline__ void linear_staged(const Product& product, const Plac
 #pragma unroll
                 for (int i = 0; i < P::WORDS / 4; i++)
                     copy_async<16>(to + 512 * i + 16 * lane, from + 512 * i);
-                if constexpr (FORMAT == Q5_K) copy_async<4>(to + 512 + 4 * lane, from + 512 - 12 * lane);
-                if constexpr (FORMAT == Q6_K) copy_async<8>(to + 512 + 8 * lane, from + 512 - 8 * lane);
+                if constexpr (FORMAT == Q5_K)
+                    copy_async<4>(to + 512 + 4 * lane, from + 512 - 12 * lane);
+                if constexpr (FORMAT == Q6_K)
+                    copy_async<8>(to + 512 + 8 * lane, from + 512 - 8 * lane);
             }
         }
     };
-    const auto fetch_step = [&](int part, int c) {  // the STEP chunks from the one that follows c - 1
+    const auto fetch_step = [&](int part, int c) {  // STEP chunks, from the one after c - 1
 #pragma unroll
         for (int i = 0; i < STEP; i++)
             fetch(part + (c + i) / PART_CHUNKS * GROUPS, (c + i) % PART_CHUNKS);
@@ -664,8 +671,10 @@ __device__ __forceinline__ void linear_staged(const Product& product, const Plac
 #pragma unroll
                     for (int i = 0; i < P::WORDS / 4; i++)
                         load_shared_4(from + 512 * i + 16 * lane, words[m] + 4 * i);
-                    if constexpr (FORMAT == Q5_K) load_shared_1(from + 512 + 4 * lane, words[m] + 4);
-                    if constexpr (FORMAT == Q6_K) load_shared_2(from + 512 + 8 * lane, words[m] + 4);
+                    if constexpr (FORMAT == Q5_K)
+                        load_shared_1(from + 512 + 4 * lane, words[m] + 4);
+                    if constexpr (FORMAT == Q6_K)
+                        load_shared_2(from + 512 + 8 * lane, words[m] + 4);
                 }
                 s[m] = decode_scales<FORMAT>(scales[m], c);
             }
@@ -680,7 +689,8 @@ __device__ __forceinline__ void linear_staged(const Product& product, const Plac
                 for (int batch = 0; batch < TOKEN_TILES; batch += BATCH) {
                     unsigned b[BATCH][4];
 #pragma unroll
-                    for (int n = 0; n < BATCH; n++) load_shared_4(tokens + (batch + n) * 1024, b[n]);
+                    for (int n = 0; n < BATCH; n++)
+                        load_shared_4(tokens + (batch + n) * 1024, b[n]);
 #pragma unroll
                     for (int n = 0; n < BATCH; n++)
 #pragma unroll
@@ -841,7 +851,8 @@ __device__ __forceinline__ float f16_at(const uint8_t* p) {
     return __half2float(*reinterpret_cast<const __half*>(p));
 }
 __device__ __forceinline__ unsigned half2_bits(float low, float high) {
-    return __half_as_ushort(__float2half_rn(low)) | unsigned(__half_as_ushort(__float2half_rn(high))) << 16;
+    return __half_as_ushort(__float2half_rn(low)) |
+           unsigned(__half_as_ushort(__float2half_rn(high))) << 16;
 }
 
 // A row as it lies in the file.
@@ -901,7 +912,9 @@ struct SourceRow {
         return make_uint2((b[j + 4] & 15) | b[j - 4] >> 6 << 4, b[j + 4] >> 4 | b[j] >> 6 << 4);
     }
     // 8-bit scale of a sub-block of 16 (Q6_K), plus 128.
-    __device__ unsigned scale(int k) const { return has(k) ? block(k)[192 + k % 256 / 16] ^ 128 : 0; }
+    __device__ unsigned scale(int k) const {
+        return has(k) ? block(k)[192 + k % 256 / 16] ^ 128 : 0;
+    }
 
     // What must fit in f16 once multiplied by the row's power of two: see row_scale_factor.
     __device__ float largest_of_block(int k) const {
@@ -936,7 +949,8 @@ __device__ __forceinline__ void repack_tile(const uint8_t* source, uint8_t* pack
         if (threadIdx.x % 32 == 0) {
             factors[r] = factor;
             if (row.real)
-                weight_scale[blockIdx.x * TILE_ROWS + r] = (FORMAT == F16 ? 1.0f : 0x1p24f) / factor;
+                weight_scale[blockIdx.x * TILE_ROWS + r] =
+                    (FORMAT == F16 ? 1.0f : 0x1p24f) / factor;
         }
     }
     __syncthreads();
@@ -960,7 +974,7 @@ __device__ __forceinline__ void repack_tile(const uint8_t* source, uint8_t* pack
                 } else {
                     const unsigned n = row.integer(k);
                     words[2 * r + half] |= (n & 15) << (side + 4 * pair);
-                    const int low = side + 4 + pair % 2 * 4;  // where dequantise wants the upper bits
+                    const int low = side + 4 + pair % 2 * 4;  // where dequantise wants upper bits
                     if constexpr (FORMAT == Q5_K)
                         words[4] |= n >> 4 << ((low + 2 * half + pair / 2 + 8 * r) & 31);
                     if constexpr (FORMAT == Q6_K)
@@ -985,20 +999,24 @@ __device__ __forceinline__ void repack_tile(const uint8_t* source, uint8_t* pack
                 const int lane = at / 2, g = lane / 4;
                 for (int byte = 0; byte < 4; byte++) {
                     const int chunk = part * PART_CHUNKS + at % 2 * 2 + byte % 2;
-                    word |= row_at(g + byte / 2 * 8).scale(chunk * CHUNK + lane % 4 * 16) << 8 * byte;
+                    const int k = chunk * CHUNK + lane % 4 * 16;
+                word |= row_at(g + byte / 2 * 8).scale(k) << 8 * byte;
                 }
             } else {  // planes of 16 pairs of lanes of 4 words
                 const int pair = at / 4 % 16, g = pair / 2;
                 const int c = FORMAT == Q4_1 ? at / 64 * 2 + at % 4 / 2 : at % 4;
                 const int k = (part * PART_CHUNKS + c) * CHUNK + pair % 2 * 32;
                 if constexpr (P::K_SCALES) {
-                    const uint2 first = row_at(g).scale_and_min(k), second = row_at(g + 8).scale_and_min(k);
+                    const uint2 first = row_at(g).scale_and_min(k);
+                const uint2 second = row_at(g + 8).scale_and_min(k);
                     word = first.x << 4 | second.x << 10 | first.y << 20 | second.y << 26;
                 } else if constexpr (FORMAT == Q4_1) {
                     const int r = g + at % 2 * 8;
-                    word = half2_bits(row_at(r).d(k) * factors[r], row_at(r).min(k) * factors[r] * 0x1p-24f);
+                    word = half2_bits(row_at(r).d(k) * factors[r],
+                                  row_at(r).min(k) * factors[r] * 0x1p-24f);
                 } else {
-                    word = half2_bits(row_at(g).d(k) * factors[g], row_at(g + 8).d(k) * factors[g + 8]);
+                    word = half2_bits(row_at(g).d(k) * factors[g],
+                                  row_at(g + 8).d(k) * factors[g + 8]);
                 }
             }
             scales[i] = word;
@@ -1010,10 +1028,12 @@ __device__ __forceinline__ void repack_tile(const uint8_t* source, uint8_t* pack
         for (int i = threadIdx.x; i < parts * WORDS; i += blockDim.x) {
             const int k = i / WORDS * PART_CHUNKS * CHUNK, at = i % WORDS;
             if constexpr (FORMAT == Q6_K) {
-                blocks[i] = half2_bits(row_at(at).d(k) * factors[at], row_at(at + 8).d(k) * factors[at + 8]);
+                blocks[i] = half2_bits(row_at(at).d(k) * factors[at],
+                                       row_at(at + 8).d(k) * factors[at + 8]);
             } else {
                 const int r = at / 2 + at % 2 * 8;
-                blocks[i] = half2_bits(row_at(r).d(k) * factors[r], row_at(r).min(k) * factors[r] * -0x1p-5f);
+                blocks[i] = half2_bits(row_at(r).d(k) * factors[r],
+                                       row_at(r).min(k) * factors[r] * -0x1p-5f);
             }
         }
     }
@@ -1021,7 +1041,7 @@ __device__ __forceinline__ void repack_tile(const uint8_t* source, uint8_t* pack
 
 // packed tiles and weight_scale [rows] from `rows` rows of `cols` values as they lie in the file.
 // PRECOND: grid (ceil(rows / 16)), 256 threads; source 4-byte aligned; packed 128-byte aligned.
-// A block holds one tile of 16 rows. Moves the source (its scales twice, floats twice) and the tile.
+// A block holds one tile of 16 rows. Moves the source (scales and floats twice) and the tile.
 #define REPACK(NAME, SOURCE)                                                                     \
     KERNEL __launch_bounds__(256) linear_repack_##NAME(const uint8_t* source, uint8_t* packed,   \
                                                        float* weight_scale, int rows, int cols) { \
@@ -1087,7 +1107,8 @@ __device__ float largest_in_row(Values values, int cols) {
     return block_sum_and_max(0.0f, largest).y;
 }
 
-// out[row] f16 = values * factor for columns below cols, zeros up to stride; scale[row] = 1 / factor.
+// out[row] f16 = values * factor for columns below cols, zeros up to stride; scale[row] =
+// 1 / factor.
 template <typename Values>
 __device__ void store_scaled_row(Values values, float largest, int cols, int stride, __half* out,
                                  float* scale) {
@@ -1100,12 +1121,13 @@ __device__ void store_scaled_row(Values values, float largest, int cols, int str
         const __half2 low = __floats2half2_rn(x.x * factor, x.y * factor);
         const __half2 high = __floats2half2_rn(x.z * factor, x.w * factor);
         *reinterpret_cast<uint2*>(out + i) =
-            make_uint2(reinterpret_cast<const unsigned&>(low), reinterpret_cast<const unsigned&>(high));
+            make_uint2(reinterpret_cast<const unsigned&>(low),
+                       reinterpret_cast<const unsigned&>(high));
     }
 }
 
 // x[r] = h[rows[r]] / sqrt(mean(h^2) + eps) * w: h f32 [., cols] -> x f16 [n, stride], scale [n].
-// PRECOND: grid (n), 1024 threads; rows null = 0..n-1; cols % 4 = 0; stride = cols rounded up to 64.
+// PRECOND: grid (n), 1024 threads; rows null = 0..n-1; cols % 4 = 0; stride = cols up to 64s.
 // One block holds one row. Moves 4 cols + 2 stride bytes a row (the second read hits the cache).
 KERNEL rmsnorm(const float* h, const float* w, const int* rows, __half* x, float* scale, int cols,
                int stride, float eps) {
@@ -1737,6 +1759,8 @@ KERNEL attention_f32_scale(const float* from, __half* x, float* scale, int cols,
     auto values = [=](int i) { return *reinterpret_cast<const float4*>(row + i); };
     store_scaled_row(values, largest_in_row(values, cols), cols, stride, x, scale);
 }
+
+// ==== beyond the core ============================================================================
 
 // ---------------------------------------------------------------------------------------------
 // Sampling: sampling.py is the definition, its docstring the explanation. Every number below is

@@ -32,13 +32,13 @@ from tokenizer import Tokenizer
 
 VERSION = "0.1.0"
 FEED = -1  # token of a row whose token is still on the device: the last one sampled for its slot
-DECODE_BUCKETS = 1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128  # row counts with a graph of their own
+DECODE_BUCKETS = 1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128  # row counts that have a graph
 LOGIT_ROWS = 64  # rows of logits computed at a time when all are wanted
 
 
 @dataclass
 class Event:
-    """One generated token: its id, the text that became certain with it, and its log probability."""
+    """One generated token: id, the text that became certain with it, log probability."""
     token: int
     text: str
     logprob: float
@@ -168,7 +168,8 @@ class Engine:
         if template is None:
             raise ModelError("this model has no chat template; use a plain prompt instead")
         tok = self.tokenizer
-        parts = chat.render(template, messages, tok.control_texts, bos_token=tok.text_of(tok.bos_id),
+        parts = chat.render(template, messages, tok.control_texts,
+                            bos_token=tok.text_of(tok.bos_id),
                             eos_token=tok.text_of(tok.eos_id), **kwargs)
         return tok.encode_parts(parts)
 
@@ -270,8 +271,8 @@ class Engine:
     def step(self):
         """One batch step: admit, choose rows, run them, deliver. False when nothing is left to do.
 
-        A backend that runs beside Python is kept one step ahead: its next step is launched before the
-        tokens of the last are read.
+        A backend that runs beside Python is kept one step ahead: its next step is launched before
+        the tokens of the last are read.
         """
         self.admit()
         launched = self.launch_step()

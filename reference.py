@@ -266,7 +266,7 @@ class Reference:
 
 
 class Softmax:
-    """Running softmax of rows [..., ROWS, head_dim]: largest score, sum of weights, weighted values."""
+    """Running softmax of rows [..., ROWS, head_dim]: largest score, sum, weighted values."""
 
     def __init__(self, shape, dtype):
         self.largest = np.full((*shape[:-1], 1), -np.inf, dtype)

@@ -314,7 +314,7 @@ class Tokenizer:
 
     @property
     def control_texts(self):
-        """What users must not be able to write: the control tokens as they are spelt, list of str."""
+        """How control tokens are spelt, a list of str: users must not be able to write them."""
         return [text for text, id in self._special_tokens.items()
                 if self._types[id] in (CONTROL, UNKNOWN)]
 

@@ -250,7 +250,8 @@ def bench_table(result):
              f"memory reads {result['read_bandwidth_gb_per_s']:.0f} GB/s", "",
              "rows    tok/s (slowest .. fastest)   ms/step    GB/s   share"]
     for d in result["decode"]:
-        lines.append(f"{d['rows']:4d} {d['tokens_per_s']:8.1f} ({d['slowest']:8.1f} .. {d['fastest']:8.1f})"
+        spread = f"({d['slowest']:8.1f} .. {d['fastest']:8.1f})"
+        lines.append(f"{d['rows']:4d} {d['tokens_per_s']:8.1f} {spread}"
                      f" {d['ms_per_step']:9.3f} {d['gb_per_s']:7.1f} {d['share']:6.1%}")
     lines.append("")
     for p in result["prefill"]:
@@ -317,12 +318,14 @@ class TimedOps:
 def perplexity(engine, text, window, as_json=False):
     """Perplexity over non-overlapping windows of `window` tokens, each from an empty cache.
 
-    Only predictions in the second half of a window count, as is usual for GGUF files; a rest is dropped.
+    Only predictions in the second half of a window count, as is usual for GGUF files; a rest is
+    dropped.
     """
     ids = engine.tokenizer.encode(text, special=False, bos=False)
     count = len(ids) // window
     if window < 4 or not count:
-        raise RequestError(f"the text has {len(ids)} tokens; it needs one window of {window} or more")
+        raise RequestError(f"the text has {len(ids)} tokens, a window {window}; give a longer text "
+                           "or a window of 4 tokens or more with -c")
     total, predictions = 0.0, 0
     for index in range(count):
         part = np.array(ids[index * window:(index + 1) * window])
@@ -347,7 +350,7 @@ DIFF_TOLERANCE = 1e-2  # of the buffer's largest value: f16 inputs, summed over 
 
 
 def diff(path, text, kv_format):
-    """Run the prompt on both backends, compare every buffer. Returns 1 at the first that differs."""
+    """Run the prompt on both backends, compare every buffer. Returns 1 at one that differs."""
     gguf = model.GGUF(path)
     tokenizer = Tokenizer(gguf.metadata)
     ids = tokenizer.encode(text, special=False, bos=tokenizer.add_bos)

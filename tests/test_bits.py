@@ -1,7 +1,8 @@
 """Promise 1: the logits of a position never depend on how or beside what it was computed.
 
-Every way of computing a sequence gives one SHA-256 per position, and all must be equal: prefill in one piece
-and in chunks, one token at a time, and inside batches of rows of other sequences, before or behind them.
+Every way of computing a sequence gives one SHA-256 per position, and all must be equal: prefill in
+one piece and in chunks, one token at a time, and inside batches of rows of other sequences, before
+or behind them.
 """
 import hashlib
 import time

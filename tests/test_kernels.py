@@ -1,8 +1,8 @@
 """Every kernel against its NumPy twin in float64, at shapes picked by code path, and bit for bit
 against itself in other company.
 
-Inputs are random. Copies, moves, indices and draws must be equal; products and attention may be off by
-2e-3 of the largest value. `-k small` is the selection that runs under compute-sanitizer.
+Inputs are random. Copies, moves, indices and draws must be equal; products and attention may be off
+by 2e-3 of the largest value. `-k small` is the selection that runs under compute-sanitizer.
 """
 import itertools
 from types import SimpleNamespace
@@ -473,8 +473,9 @@ def sample_logits(rng, kind, n_vocab):
 
 
 def sample_cases(rng, n_vocab):
-    """(kind of logits, Sampling) for every combination of filters at this size, penalties among them."""
-    kinds = itertools.cycle(["model", "ties", "model", "flat", "half", "zeros", "masked", "equal", "huge"])
+    """(kind of logits, Sampling) for every combination of filters, penalties among them."""
+    kinds = itertools.cycle(["model", "ties", "model", "flat", "half", "zeros", "masked", "equal",
+                             "huge"])
     grid = itertools.product((0, 0.01, 0.7, 1.0, 3.0, 100.0), (0, 1, 5, 40, n_vocab + 7),
                              (0.0, 0.1, 0.5, 0.95, 0.9999, 1.0), (0.0, 0.05, 1.0))
     for number, (temperature, top_k, top_p, min_p) in enumerate(grid):
@@ -509,7 +510,7 @@ def test_sample(device, n_vocab):
                 likely = np.argsort(logits[i])[-50:]
                 tables.append(request.adjustment(n_vocab, rng.choice(likely, 30),
                                                  rng.choice(likely, 40)))
-            if kind == "cancel":            # penalties make all logits equal but for their roundings
+            if kind == "cancel":  # penalties make all logits equal but for their roundings
                 tables[-1]["bias"], tables[-1]["count"] = 0, rng.integers(1, 14, n_vocab)
                 level = 2.7 - 0.3 * tables[-1]["count"]
                 logits[i] = np.where(level > 0, level * 1.3, level / 1.3) * rng.uniform(
@@ -520,7 +521,7 @@ def test_sample(device, n_vocab):
         adjustments = np.stack(tables)
 
         device.adjustments = device.upload(adjustments, "test")
-        order = rng.permutation(len(rows)).astype(np.int32)  # logits of row i are batch row order[i]
+        order = rng.permutation(len(rows)).astype(np.int32)  # logits i are of batch row order[i]
         step = SimpleNamespace(
             slots=device.upload(np.arange(len(rows), dtype=np.int32)[::-1], "test"),
             logit_rows=device.upload(order, "test"),

@@ -172,7 +172,7 @@ def test_every_pre_tokenizer_has_its_oracle():
 
 
 def test_deepseek_letters():
-    """The list, which the oracle shares, has the cased letters of Unicode 11 but for some scripts."""
+    """The list, which the oracle shares, has the cased letters of Unicode 11, some scripts not."""
     listed = regex.findall(f"[{tk.DEEPSEEK_LETTERS}]", "".join(map(chr, range(sys.maxunicode + 1))))
     cased = regex.compile(r"[\p{Lu}\p{Ll}\p{Lt}ʕ]")
     assert all(map(cased.match, listed)) and len(listed) == 2729

@@ -96,6 +96,9 @@ class Engine:
         for name, value in (("prefill_chunk", prefill_chunk), ("max_rows", max_rows)):
             if not isinstance(value, int) or not 1 <= value <= 65536:
                 raise RequestError(f"{name} is {value!r}; it must be 1 to 65536", param=name)
+        if context is not None and not 1 <= context <= 1 << 31:
+            raise RequestError(f"the context is {context} tokens; it must be 1 or more",
+                               param="context")
         self.gguf = model.GGUF(path)
         self.tokenizer = Tokenizer(self.gguf.metadata)
         self.ops = open_backend(backend)

@@ -322,8 +322,8 @@ def perplexity(engine, text, window, as_json=False):
     dropped.
     """
     ids = engine.tokenizer.encode(text, special=False, bos=False)
-    count = len(ids) // window
-    if window < 4 or not count:
+    count = len(ids) // window if window >= 4 else 0
+    if not count:
         raise RequestError(f"the text has {len(ids)} tokens, a window {window}; give a longer text "
                            "or a window of 4 tokens or more with -c")
     total, predictions = 0.0, 0

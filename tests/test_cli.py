@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from models import quantised, smol, smol_json
+from models import SMOL, quantised, smol, smol_json
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -74,7 +74,7 @@ MISTAKES = [
     ("generate", "-m", "no-such-file.gguf", "-p", "x"),
     ("generate", "-m", "tests", "-p", "x"),
     ("generate", "-m", "README.md", "-p", "x"),
-    ("generate", "-m", quantised("llama3"), "-p", ""),
+    ("generate", "-m", SMOL, "-p", ""),  # no BOS: there would be no token at all
     ("generate", "-m", quantised("llama3"), "-p", "x", "-n", "0"),
     ("generate", "-m", quantised("llama3"), "-p", "x", "-n", "-5"),
     ("generate", "-m", quantised("llama3"), "-p", "x", "-n", "99999999"),

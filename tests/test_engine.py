@@ -35,8 +35,8 @@ def test_backends_have_the_same_ops():
 def test_every_kernel_has_its_twin():
     """A kernel is an op of the table, or its name begins with that of its op."""
     source = (ROOT / "kernels.cu").read_text()
-    kernels = set(re.findall(r"^KERNEL\b[^(]*?(?:\([^()]*\)\s*)?(\w+)\(", source, re.M))
-    assert len(kernels) > 8
+    kernels = re.findall(r"^ *KERNEL\b(?:\s*__launch_bounds__\([^()]*\))?\s+(\w+)", source, re.M)
+    assert {"linear_few_8", "rope_kv", "attention_merge", "sample"} <= set(kernels)
     ops = public(reference.Reference) & public(device.Device)
     for kernel in kernels:
         assert any(kernel == op or kernel.startswith(op + "_") for op in ops), kernel
@@ -75,7 +75,7 @@ def test_continuation_equals_one_run(tiny):
 
 
 def test_cancel_frees_everything(tiny):
-    requests = [tiny.submit([1] * 100, leone.Sampling(seed=1), 500) for _ in range(6)]
+    requests = [tiny.submit([1] * 100, leone.Sampling(seed=1), 400) for _ in range(6)]
     for _ in range(3):
         tiny.step()
     for request in requests:

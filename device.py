@@ -330,6 +330,15 @@ class Device:
         self.landings = [(call("cuEventCreate", 0), int(call("cuMemAllocHost", LANDING_BYTES)))
                          for _ in range(4)]  # pinned memory for results on their way to the host
         self.landing = 0
+        # On sm_90 and later a kernel starts while its predecessor ends: see follow_predecessor.
+        attribute_id = driver.CUlaunchAttributeID
+        early = driver.CUlaunchAttribute()
+        early.id = attribute_id.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        early.value.programmaticStreamSerializationAllowed = 1
+        self.launch_config = driver.CUlaunchConfig()
+        self.launch_config.attrs = [early]
+        self.launch_config.blockDimY = self.launch_config.blockDimZ = 1
+        self.launch_config.hStream = self.stream
         # Parameters are written into fixed slots; the driver copies them during the launch call.
         self.slots = (ctypes.c_uint64 * 32)()
         self.slot_pointers = (ctypes.c_void_p * 32)(
@@ -382,7 +391,11 @@ class Device:
                 self.slots[i] = struct.unpack("<I", struct.pack("<f", value))[0]
             else:
                 self.slots[i] = int(value) & 0xFFFFFFFF
-        call("cuLaunchKernel", function, *grid, block, 1, 1, smem, self.stream, self.parameters, 0)
+        config = self.launch_config
+        config.gridDimX, config.gridDimY, config.gridDimZ = grid
+        config.blockDimX, config.sharedMemBytes = block, smem
+        config.numAttrs = int(self.arch >= 90 and not name.startswith("linear_repack"))
+        call("cuLaunchKernelEx", config, function, self.parameters, 0)
 
     def alloc(self, nbytes, purpose):
         """`nbytes` of device memory, counted under `purpose`. Raises DeviceError."""

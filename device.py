@@ -725,8 +725,8 @@ class Device:
             name = "linear_few_8" if rows <= 8 else "linear_few_16"
             return name, (sum(shares), 1, 1), 32 * FEW_WARPS, shares, 0
         name, shape = "linear_some", SOME_ROWS
-        if rows > 64 and (-(-rows // 64) * sum(MANY_ROWS.shares(blocks)) >=
-                          self.multiprocessors * 3 // 4):
+        if rows > 32 and (-(-rows // 64) * sum(MANY_ROWS.shares(blocks)) >=
+                          self.multiprocessors * 7 // 10):
             name, shape = "linear_many", MANY_ROWS
         shares = shape.shares(blocks)
         # Words that pass through shared memory: F16 does not.

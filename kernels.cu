@@ -626,8 +626,8 @@ __device__ __forceinline__ void linear_staged(const Product& product, const Plac
 #pragma unroll
         for (int i = 0; i < COPIES; i++)
             copy_async<16>(token_copy + slot + i * GROUP_THREADS * 16,
-                           reinterpret_cast<const uint4*>(product.x) + copied[i] +
-                               chunk * (CHUNK / 8));
+                           reinterpret_cast<const uint4*>(product.x) +
+                               (copied[i] + chunk * (CHUNK / 8)));
         if constexpr (!DIRECT) {
 #pragma unroll
             for (int m = 0; m < ROW_TILES; m++) {
@@ -735,6 +735,7 @@ __device__ __forceinline__ void linear_staged(const Product& product, const Plac
             // The total goes from group to group in part order, lane to lane. Barrier TURN + i
             // tells member i / GROUPS of group i % GROUPS that its predecessor has written.
             constexpr int TURN = 1 + GROUPS;
+            static_assert(TURN + Shape::WARPS * GROUPS <= 16, "a block has 16 barriers");
             if (part > 0) barrier_sync(TURN + member * GROUPS + group, 64);
             float4* shared_total = reinterpret_cast<float4*>(shared + GROUPS * SLOTS * SLOT_BYTES) +
                                    member * ROW_TILES * TOKEN_TILES * 32 + lane;

@@ -93,7 +93,7 @@ def build_kernels(only_if_card):
     source = device.SOURCE.read_bytes()
     nvcc = shutil.which("g++") and (toolkit_nvcc() or packaged_nvcc())
     if nvcc:
-        say(f"Building kernels.cubin with {nvcc}: this takes a minute")
+        say(f"Building kernels.cubin with {nvcc}: this takes a minute or two")
         image = compile_with_nvcc(nvcc)
     elif isinstance(card, dict):
         say(f"Building kernels.cubin for {card['name']} with NVRTC: there is no g++ for nvcc")
@@ -153,7 +153,9 @@ def compile_with_nvrtc(source, arch):
         return values[0] if values else None
 
     program = check(nvrtc.nvrtcCreateProgram(source, b"kernels.cu", 1, [STDINT], [b"stdint.h"]))
-    options = [f"-arch=sm_{arch}", "-std=c++17", f"-I{PACKAGE_ROOT / 'include'}"]
+    # Lambdas carry no __device__; nvcc knows from where they stand, NVRTC must be told.
+    options = [f"-arch=sm_{arch}", "-std=c++17", "-default-device",
+               f"-I{PACKAGE_ROOT / 'include'}"]
     compiled = nvrtc.nvrtcCompileProgram(program, len(options), [o.encode() for o in options])
     log = bytearray(check(nvrtc.nvrtcGetProgramLogSize(program)))
     check(nvrtc.nvrtcGetProgramLog(program, log))

@@ -237,7 +237,7 @@ def test_a_batch_counts_its_tokens_and_skips_padding():
     logits[3] = np.nan
     tables = np.zeros((2, 3), ADJUSTMENT)
     tokens = [sampling.sample(logits, rows, tables)[0].tolist() for _ in range(3)]
-    # A penalty of 2 a mention: first 3 wins, then 2 beats 3 - 2, then 1 ties with 3 - 2 and is first.
+    # A penalty of 2 a mention: 3 wins, then 2 beats 3 - 2, then 1 ties with 3 - 2 and comes first.
     assert tokens == [[1, -1, 1, -1], [2, -1, 1, -1], [0, -1, 1, -1]]
     assert tables["count"].tolist() == [[0, 0, 0], [1, 1, 1]]
 

@@ -340,7 +340,7 @@ class Device:
         early.id = attribute_id.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
         early.value.programmaticStreamSerializationAllowed = 1
         self.launch_config = driver.CUlaunchConfig()
-        self.launch_config.attrs = [early]
+        self.launch_config.attrs, self.launch_config.numAttrs = [early], 1
         self.launch_config.blockDimY = self.launch_config.blockDimZ = 1
         self.launch_config.hStream = self.stream
         # Parameters are written into fixed slots; the driver copies them during the launch call.

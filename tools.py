@@ -348,7 +348,7 @@ def perplexity(engine, text, window, as_json=False):
 
 # Of the buffer's largest value: f16 inputs, summed over the layers before; a value of a q8 block
 # may round to its neighbour, 1/127 away.
-DIFF_TOLERANCE = {"f32": 1e-2, "f16": 1e-2, "q8": 3e-2}
+DIFF_TOLERANCE = {"f32": 1e-2, "f16": 1e-2, "q8": 6e-2}
 
 
 def diff(path, text, kv_format):

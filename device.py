@@ -160,7 +160,7 @@ KV_FORMATS = {"f32": 0, "f16": 1, "q8": 2}  # as kernels.cu counts them
 Q8_BLOCK = 32  # values along head_dim that share an f16 scale
 # Head sizes of the tensor-core attention kernels, and how many of their blocks a multiprocessor
 # holds.
-ATTENTION_BLOCKS = {64: 3, 96: 3, 128: 3, 256: 2}
+ATTENTION_BLOCKS = {64: 4, 96: 4, 128: 4, 256: 3}
 ATTENTION_ROWS = 16  # (token, query head) pairs of one attention tile
 SEGMENT = 256  # positions under one running softmax
 PARTS_LIMIT = 1 << 28  # bytes of scratch for segments that wait to be merged

@@ -171,7 +171,7 @@ class Engine:
         if template is None:
             raise ModelError("this model has no chat template; use a plain prompt instead")
         tok = self.tokenizer
-        parts = chat.render(template, messages, tok.control_texts,
+        parts = chat.render(template, messages,
                             bos_token=tok.text_of(tok.bos_id),
                             eos_token=tok.text_of(tok.eos_id), **kwargs)
         return tok.encode_parts(parts)

@@ -312,12 +312,6 @@ class Tokenizer:
                                     "than in training; " + CONVERT)
         return described
 
-    @property
-    def control_texts(self):
-        """How control tokens are spelt, a list of str: users must not be able to write them."""
-        return [text for text, id in self._special_tokens.items()
-                if self._types[id] in (CONTROL, UNKNOWN)]
-
     def text_of(self, id):
         """The text of a token as it is spelt, control tokens too; "" for None."""
         return "" if id is None else _shown(self.tokens[id])

@@ -380,7 +380,8 @@ class Engine:
         request.tokens.append(token)
         request.logprobs.append(logprob)
         ended = token in self.tokenizer.eos_ids and not request.ignore_eos
-        text = request.held + ("" if ended else request.stream.feed(token))
+        unknown = token >= self.cfg.n_tokens  # a row that only pads the table: it has no text
+        text = request.held + ("" if ended or unknown else request.stream.feed(token))
         last = ended or len(request.tokens) == request.max_tokens
         if last:
             text += request.stream.flush()

@@ -102,11 +102,11 @@ def test_queue_is_bounded(tiny):
 
 def test_waits_for_pages(tiny):
     """Requests that do not fit together run one after another, each to its end."""
-    requests = [tiny.submit([1] * 10, leone.Sampling(seed=i), 480, ignore_eos=True)
+    requests = [tiny.submit([1] * 430, leone.Sampling(seed=i), 40, ignore_eos=True)
                 for i in range(6)]
     tiny.step()
     assert 0 < len(tiny.active) <= 4
-    assert all(len(tokens) == 480 for tokens in finish(tiny, *requests))
+    assert all(len(tokens) == 40 for tokens in finish(tiny, *requests))
 
 
 @pytest.mark.parametrize("prompt, options, code", [

@@ -134,7 +134,7 @@ class Activations:
 
 @dataclass(frozen=True)
 class DeviceBatch:
-    """A kv.Batch on the device: the same fields as Buffers, and what launches depend on."""
+    """A kv.Batch on the device: the same fields as Buffers."""
     tokens: Buffer
     positions: Buffer
     slots: Buffer
@@ -143,7 +143,6 @@ class DeviceBatch:
     tiles: Buffer
     page_table: Buffer
     rows: int
-    longest: int  # largest position + 1 when the batch was made; a replayed graph may see more
 
 
 def padded(n, multiple):
@@ -362,9 +361,6 @@ class Device:
         call("cuDevicePrimaryCtxRelease", self.card)
         self.context = None
 
-    def use_in_this_thread(self):
-        call("cuCtxSetCurrent", self.context)
-
     def kernel(self, name, smem=0):
         """The kernel `name`, allowed to use `smem` bytes of dynamic shared memory."""
         function, allowed = self.kernels.get(name, (None, 49152))
@@ -574,7 +570,7 @@ class Device:
         starts = np.cumsum([0] + [4 * len(f) for f in fields]).tolist()
         parts = [block.view((len(f),), offset=at) for f, at in zip(fields, starts)]
         tiles = parts.pop().view(batch.tiles.shape)
-        return DeviceBatch(*parts, tiles, table, len(batch.tokens), int(batch.positions.max()) + 1)
+        return DeviceBatch(*parts, tiles, table, len(batch.tokens))
 
     def upload_draws(self, draws):
         """sampling.ROW records [rows], one per row of logits, in a fixed buffer."""

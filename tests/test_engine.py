@@ -9,7 +9,7 @@ import device
 import leone
 import reference
 from errors import Overloaded, RequestError
-from kv import PAGE, PagePool
+from kv import PagePool
 from models import BACKENDS, engine, quantised, smol
 
 ROOT = Path(leone.__file__).resolve().parent

@@ -2,6 +2,7 @@
 import numpy as np
 import pytest
 
+import leone
 import tools
 from models import (BACKENDS, FAMILIES, LOSSLESS, answers, engine, greedy, quantised, smol,
                     smol_json, unpacked, GOLDEN)
@@ -58,7 +59,7 @@ def test_real_model_greedy(backend):
             ids = (e.chat_tokens([{"role": "user", "content": case["prompt"]}]) if case["chat"]
                    else e.tokenize(case["prompt"]))
             assert ids == case["prompt_tokens"]
-            events = list(e.generate(ids, leone_greedy(), max_tokens=64))
+            events = list(e.generate(ids, leone.Sampling(temperature=0), max_tokens=64))
             small = [i for i, margin in enumerate(case["margins"]) if margin < limit]
             count = small[0] if small else len(case["tokens"])
             assert [event.token for event in events][:count] == case["tokens"][:count]
@@ -76,8 +77,3 @@ def test_real_model_perplexity(backend, capsys):
         found = tools.perplexity(e, (GOLDEN / "smol" / "ppl.txt").read_text(), 512)
     assert abs(found / expected - 1) < 1e-3
     assert f"{found:.4f}" in capsys.readouterr().out
-
-
-def leone_greedy():
-    import leone
-    return leone.Sampling(temperature=0)

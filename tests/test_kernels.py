@@ -2,7 +2,7 @@
 against itself in other company.
 
 Inputs are random. Copies, moves, indices and draws must be equal; products and attention may be off
-by 2e-3 of the largest value. `-k small` is the selection that runs under compute-sanitizer.
+by 2e-3 of the largest value. `make sanitize` runs a selection under compute-sanitizer.
 """
 import itertools
 from types import SimpleNamespace

@@ -1,8 +1,9 @@
-"""Who holds which page of the KV cache: page tables, reference counts, batches of rows.
+"""Who holds which page of the KV cache: page tables, reference counts, known prefixes, batches.
 
 A page holds K and V of PAGE consecutive tokens of one sequence, in all layers. A sequence sees its
 pages through one row of the page table, its slot. The storage itself belongs to the backend.
 """
+import hashlib
 from dataclasses import dataclass
 
 import numpy as np
@@ -64,6 +65,7 @@ class PagePool:
     """Reference-counted pages. A page with no holder is free."""
 
     def __init__(self, n_pages):
+        self.n_pages = n_pages
         self.holders = np.zeros(n_pages, np.int32)
         self.free = list(range(n_pages - 1, -1, -1))
 
@@ -86,3 +88,80 @@ class PagePool:
         """One holder less for each of `pages`."""
         self.holders[pages] -= 1
         self.free += [page for page in pages if self.holders[page] == 0]
+
+
+class PrefixCache:
+    """Full pages of sequences that were computed before, found again by the tokens up to them.
+
+    The key of a page is a SHA-256 chained over the pages before it, starting from what else decides
+    its bits (`root`: the RoPE set, and a salt that keeps callers apart). The cache is one holder of
+    each of its pages and lets the least recently used go when pages are short.
+    """
+
+    def __init__(self, pool):
+        self.pool = pool
+        self.entries = {}  # key -> (page, its tokens as bytes), least recently used first
+        self.cached = np.zeros(pool.n_pages, bool)
+
+    @property
+    def unused(self):
+        """How many pages nobody else holds."""
+        return int(np.count_nonzero(self.cached & (self.pool.holders == 1)))
+
+    def find(self, ids, root):
+        """Pages of the longest known prefix of `ids`, with one more holder each."""
+        found = []
+        for key, tokens in keyed_pages(ids, root):
+            page, known = self.entries.get(key, (None, None))
+            if known != tokens:
+                break
+            found.append((key, page))
+        self.touch([key for key, _ in found])
+        pages = [page for _, page in found]
+        self.pool.share(pages)
+        return pages
+
+    def add(self, ids, pages, root):
+        """Remember those of `pages` that `ids` fill."""
+        keys = []
+        for (key, tokens), page in zip(keyed_pages(ids, root), pages):
+            keys.append(key)
+            if key not in self.entries:
+                self.entries[key] = page, tokens
+                self.cached[page] = True
+                self.pool.share([page])
+        self.touch(keys)
+
+    def touch(self, keys):
+        for key in reversed(keys):  # the end of a prefix goes before its beginning
+            self.entries[key] = self.entries.pop(key)
+
+    def make_room(self, count):
+        """Let pages go until `count` are free. False, and nothing done, if there are too few."""
+        if self.pool.free_count + self.unused < count:
+            return False
+        for key in list(self.entries) if self.pool.free_count < count else ():
+            page, _ = self.entries[key]
+            if self.pool.holders[page] == 1:
+                del self.entries[key]
+                self.cached[page] = False
+                self.pool.give([page])
+                if self.pool.free_count >= count:
+                    break
+        return True
+
+
+def keyed_pages(ids, root):
+    """(key, tokens) of each page that `ids` fill."""
+    key, data = root.encode(), np.asarray(ids, "<i4").tobytes()
+    for at in range(0, len(data) - 4 * PAGE + 1, 4 * PAGE):
+        tokens = data[at:at + 4 * PAGE]
+        key = hashlib.sha256(key + tokens).digest()
+        yield key, tokens
+
+
+def common_prefix(a, b):
+    """How many tokens the lists `a` and `b` begin with in common."""
+    n = min(len(a), len(b))
+    differs = np.flatnonzero(np.asarray(a[:n], np.int64) != np.asarray(b[:n], np.int64))
+    return int(differs[0]) if len(differs) else n

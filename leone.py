@@ -1,33 +1,36 @@
 #!/usr/bin/env python3
 """Leone: any GGUF model on one GPU, the same bits whatever the load.
 
-    leone.py       this file: the engine (load, step, generate) and the command line
+    leone.py       this file: the engine         cli.py       the command line
     model.py       GGUF file -> Config + weights; one forward pass for every family
     tokenizer.py   text <-> token ids            chat.py      chat templates
     reference.py   NumPy twin of every kernel    device.py    CUDA driver, memory, launches
-    kernels.cu     every kernel                  kv.py        pages, page tables, batches
-    sampling.py    what a sampled token is       tools.py     doctor, bench, perplexity, diff
+    kernels.cu     every kernel                  kv.py        pages, known prefixes, batches
+    sampling.py    what a sampled token is       sessions.py  conversations in memory and on disk
+    receipts.py    signed receipts               tools.py     doctor, bench, perplexity, diff, ...
+    server.py      HTTP: an OpenAI subset, sessions, metrics, and the page index.html
 
 An Engine owns one model and one device. Requests are submitted to it, and every call of step()
 runs one forward pass over rows of many requests: all that are decoding, then chunks of prompts
 that are being read.
 """
-import argparse
-import json
-import os
+import functools
+import operator
 import sys
+import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 
 import numpy as np
 
 import chat
 import model
-import tools
+import receipts
 from errors import LeoneError, ModelError, DeviceError, Overloaded, RequestError
-from kv import PAGE, Batch, PagePool
+from kv import PAGE, Batch, PagePool, PrefixCache, common_prefix
 from sampling import ROW, Sampling
+from sessions import Sessions
 from tokenizer import Tokenizer
 
 VERSION = "0.1.0"
@@ -52,13 +55,19 @@ class Request:
     max_tokens: int
     stream: object  # tokenizer.Stream
     ignore_eos: bool = False
+    session: str | None = None  # name of the conversation that it continues
+    choice: int = 0  # which of several answers to one prompt
+    salt: str = ""  # prompts share known prefixes only with those of the same salt
+    top_logprobs: int = 0  # how many of the most likely tokens to report at each position
     tokens: list = field(default_factory=list)
     logprobs: list = field(default_factory=list)
+    top: list = field(default_factory=list)  # per token [(id, log probability)], best first
     text: str = ""
     finish_reason: str | None = None  # "stop", "length", "cancelled" or "error"
     error: LeoneError | None = None
     cancelled: bool = False
     events: deque = field(default_factory=deque)
+    cached_tokens: int = 0  # prompt tokens whose KV was there already
     # where it stands
     slot: int = -1
     pages: list = field(default_factory=list)
@@ -68,53 +77,69 @@ class Request:
     sampled: int = 0  # tokens whose sampling was launched
     in_flight: int = 0  # launched steps that name it
     held: str = ""  # text that may be the beginning of a stop string
-    submitted: float = 0.0
+    last_step: int = 0  # number of the last step with rows of it
+    submitted: float = 0.0  # times are those of time.perf_counter()
+    started: float = 0.0
     first_token: float = 0.0  # time of the first token, 0.0 before
     finished: float = 0.0
 
     def cancel(self):
-        """Stop at the next step; what was generated stays."""
+        """Stop at the next step; what was generated stays. Any thread may call it."""
         self.cancelled = True
+
+    @property
+    def root(self):
+        """What tells apart KV of the same tokens: see kv.PrefixCache."""
+        return f"{self.rope_set} {self.salt}"
 
 
 class Engine:
     """A model on a device, and the requests that it is working on."""
 
     def __init__(self, path, backend="auto", kv="f16", prefill_chunk=512, max_rows=64, context=None,
-                 queue=1024, progress=None):
+                 queue=1024, queue_tokens=None, sessions=None, session_store=None, progress=None):
         """Load the model at `path`.
 
         backend: "auto" (CUDA where there is a card), "cuda", "cpu". kv: format of the KV cache,
         "f32", "f16" or "q8". prefill_chunk: prompt tokens of one step. max_rows: sequences that
-        decode at once. context: tokens of KV cache in all (default: what the model and the free
-        memory allow).
-        progress: called with (done bytes, all bytes) while weights load.
+        decode in one step. context: tokens of KV cache in all (default: what the model and the
+        free memory allow). queue, queue_tokens: requests, and tokens of them, that may wait.
+        sessions: sequences that hold memory at once (default max_rows). session_store: folder in
+        which idle sessions survive. progress: called with (done bytes, all bytes) while weights
+        load.
         Raises ModelError, DeviceError.
         """
         if kv not in ("f32", "f16", "q8"):
             raise RequestError(f'kv is "{kv}"; choose f32, f16 or q8', param="kv")
-        for name, value in (("prefill_chunk", prefill_chunk), ("max_rows", max_rows)):
-            if not isinstance(value, int) or not 1 <= value <= 65536:
-                raise RequestError(f"{name} is {value!r}; it must be 1 to 65536", param=name)
-        if context is not None and not 1 <= context <= 1 << 31:
-            raise RequestError(f"the context is {context} tokens; it must be 1 or more",
-                               param="context")
+        self.max_sessions = max_rows if sessions is None else sessions
+        limits = {"prefill_chunk": (prefill_chunk, 65536), "max_rows": (max_rows, 4096),
+                  "sessions": (self.max_sessions, 65536), "context": (context, 1 << 31),
+                  "queue": (queue, 1 << 31), "queue_tokens": (queue_tokens, 1 << 62)}
+        for name, (value, most) in limits.items():
+            if value is not None:
+                check_integer(value, 1, most, name)
         self.gguf = model.GGUF(path)
         self.tokenizer = Tokenizer(self.gguf.metadata)
         self.ops = open_backend(backend)
         try:
             self.cfg, self.weights = model.load(self.gguf, self.ops, progress)
-            self.prefill_chunk, self.max_rows, self.queue_limit = prefill_chunk, max_rows, queue
+            self.prefill_chunk, self.max_rows = prefill_chunk, max_rows
+            self.queue_limit, self.queue_tokens = queue, queue_tokens
             n_pages, longest = self.plan_pages(kv, context)
             self.kv = self.ops.pages(self.cfg, n_pages, kv)
+            self.pool = PagePool(n_pages)
+            self.prefixes = PrefixCache(self.pool)
+            self.sessions = Sessions(self, session_store)
         except BaseException:
             self.ops.close()
             raise
-        self.pool = PagePool(n_pages)
-        self.page_table = np.zeros((max_rows + 1, longest), np.int32)
-        self.free_slots = list(range(max_rows, -1, -1))
+        self.page_table = np.zeros((self.max_sessions + 1, longest), np.int32)
+        self.free_slots = list(range(self.max_sessions, -1, -1))
         self.waiting, self.active, self.in_flight = deque(), [], deque()
-        self.steps = 0
+        self.lock = threading.Lock()  # of the queue: requests come from any thread
+        self.on_event = lambda request: None  # called when a request has events or has ended
+        self.steps, self.counts, self.closed = 0, Counter(), False
+        self.seconds_held = 0.0  # moving average of how long a request holds its pages
         self.tile_tokens = self.ops.tile_tokens(self.cfg)
 
     def plan_pages(self, kv, context):
@@ -125,7 +150,7 @@ class Engine:
         room = int(self.ops.free_memory() * 0.9) // (PAGE * self.cfg.kv_bytes_per_token(kv))
         if room < 1:
             raise DeviceError("no memory is left for the KV cache; use a smaller model or --kv q8")
-        n_pages = min(room, longest * self.max_rows)
+        n_pages = min(room, longest * self.max_sessions)
         return n_pages, min(longest, n_pages)
 
     @property
@@ -144,8 +169,12 @@ class Engine:
                 if len(t.shape) == 2 and (tied or t.name != "token_embd.weight")]
 
     def close(self):
-        """Give the memory back. The engine cannot be used afterwards."""
-        self.ops.close()
+        """Put idle sessions into the store and give the memory back. It is the last call."""
+        if not self.closed:
+            self.drain()
+            self.closed = True
+            self.sessions.close()
+            self.ops.close()
 
     def __enter__(self):
         return self
@@ -165,8 +194,13 @@ class Engine:
     def detokenize(self, ids):
         return self.tokenizer.decode(ids)
 
-    def chat_tokens(self, messages, **kwargs):
-        """Token ids of a conversation in the model's own template. User text stays plain text."""
+    def chat_tokens(self, messages, known=(), **kwargs):
+        """Token ids of a conversation in the model's own template. User text stays plain text.
+
+        known: {text: ids} of earlier answers. Where a message is such a text, it becomes the ids
+        that were sampled, which need not be those that the tokenizer makes of it.
+        kwargs: see chat.render. Raises ModelError, RequestError.
+        """
         template = self.gguf.metadata.get("tokenizer.chat_template")
         if template is None:
             raise ModelError("this model has no chat template; use a plain prompt instead")
@@ -174,34 +208,55 @@ class Engine:
         parts = chat.render(template, messages,
                             bos_token=tok.text_of(tok.bos_id),
                             eos_token=tok.text_of(tok.eos_id), **kwargs)
-        return tok.encode_parts(parts)
+        return tok.encode_parts(parts, known=dict(known))
 
     # ---- requests ----------------------------------------------------------------------------
 
-    def submit(self, prompt, sampling=Sampling(), max_tokens=None, ignore_eos=False):
-        """Queue a prompt (text or ids); returns its Request. Raises RequestError, Overloaded."""
+    def submit(self, prompt, sampling=Sampling(), max_tokens=None, ignore_eos=False, session=None,
+               choice=0, salt="", top_logprobs=0, shown=frozenset()):
+        """Queue a prompt (text or ids); returns its Request. Any thread may call it.
+
+        max_tokens: default what the context holds. session: name of a conversation whose KV stays.
+        choice, salt, top_logprobs: see Request. shown: ids of control tokens that the text of the
+        answer shows. Raises RequestError, and Overloaded where the queue is full.
+        """
+        if not isinstance(sampling, Sampling):
+            raise RequestError("sampling must be a leone.Sampling", param="sampling")
         sampling.validate(self.cfg.n_vocab)
-        ids = self.tokenize(prompt) if isinstance(prompt, str) else [int(i) for i in prompt]
-        longest = self.page_table.shape[1] * PAGE
+        ids = self.checked_ids(self.tokenize(prompt) if isinstance(prompt, str) else prompt)
+        longest = min(self.page_table.shape[1] * PAGE, self.cfg.n_ctx)
         if max_tokens is None:
-            max_tokens = max(1, min(longest, self.cfg.n_ctx) - len(ids) - 1)
-        self.check_ids(ids)
-        if not isinstance(max_tokens, int) or max_tokens < 1:
-            raise RequestError(f"max_tokens is {max_tokens!r}; it must be 1 or more",
-                               param="max_tokens")
-        limit = min(longest - 1, self.cfg.n_ctx)
-        if len(ids) + max_tokens > limit:
+            max_tokens = max(1, longest - len(ids))
+        check_integer(max_tokens, 1, 1 << 31, "max_tokens")
+        length = len(ids) + max_tokens
+        if length > longest:
             raise RequestError(
-                f"{len(ids)} prompt tokens + {max_tokens} new ones exceed the context of {limit}; "
-                "shorten the prompt or ask for fewer tokens", code="context_length_exceeded")
-        if len(self.waiting) >= self.queue_limit:
-            raise Overloaded("the queue is full; try again later", self.pages_for(ids, max_tokens),
-                             self.pool.free_count, 1000, code="queue_full")
-        request = Request(ids, sampling.seeded(), max_tokens, self.tokenizer.stream(after=ids[-1]),
-                          ignore_eos, submitted=time.perf_counter())
-        request.rope_set = self.rope_set(len(ids) + max_tokens)
-        self.waiting.append(request)
+                f"{len(ids)} prompt tokens + {max_tokens} new ones exceed the context of {longest};"
+                " shorten the prompt or ask for fewer tokens", code="context_length_exceeded")
+        request = Request(ids, sampling.seeded(), max_tokens,
+                          self.tokenizer.stream(special=shown, after=ids[-1]), ignore_eos,
+                          session, choice, salt, top_logprobs, rope_set=self.rope_set(length),
+                          submitted=time.perf_counter())
+        with self.lock:
+            room = self.queue_limit + max(0, self.max_sessions - len(self.active))
+            tokens = sum(len(r.prompt) + r.max_tokens for r in self.waiting)
+            if len(self.waiting) >= room or self.queue_tokens and (
+                    self.waiting and tokens + length > self.queue_tokens):
+                raise self.overloaded(self.pages_for(ids, max_tokens))
+            if session is not None:
+                self.sessions.claim(session, request)
+            self.waiting.append(request)
         return request
+
+    def overloaded(self, pages):
+        """The error for a request of so many pages that finds the queue full."""
+        available = self.pool.free_count + self.prefixes.unused
+        seconds = self.seconds_held * (len(self.waiting) + 1) / max(1, len(self.active))
+        return Overloaded(
+            f"the queue is full: {len(self.waiting)} requests wait, {available} pages of KV cache "
+            f"are free, this request needs {pages}; try again later", pages, available,
+            round(1000 * min(max(seconds, 0.1), 60)),
+            code="kv_capacity" if pages > available else "queue_full")
 
     def generate(self, prompt, sampling=Sampling(), max_tokens=None, ignore_eos=False):
         """Yield an Event per token of the answer to `prompt` (text or ids), as they come."""
@@ -220,34 +275,44 @@ class Engine:
     def logits(self, ids):
         """Teacher-forced logits, float32 [len(ids), n_vocab]: row i says what follows ids[:i + 1].
         """
-        ids = [int(i) for i in ids]
-        self.check_ids(ids)
+        ids = self.checked_ids(ids)
         self.drain()
-        request = Request(ids, Sampling(), 1, None)
-        if self.pages_for(ids, 0) > min(self.page_table.shape[1], self.pool.free_count):
-            raise RequestError(f"{len(ids)} tokens do not fit in the KV cache of "
-                               f"{self.pool.free_count * PAGE}", code="context_length_exceeded")
-        self.reserve(request, self.pages_for(ids, 0))
+        count, longest = self.pages_for(ids, 0), self.page_table.shape[1]
+        if count > longest or not self.make_room(count):
+            free = min(longest, self.pool.free_count + self.prefixes.unused) * PAGE
+            raise RequestError(f"{len(ids)} tokens do not fit: a sequence can have {free} now; "
+                               "shorten the text", code="context_length_exceeded")
+        pages, slot = self.pool.take(count), self.free_slots.pop()
+        self.page_table[slot, :count] = pages
         chunk = min(self.prefill_chunk, LOGIT_ROWS)
         rope_set, rows = self.rope_set(len(ids)), []
         try:
             for at in range(0, len(ids), chunk):
                 part = ids[at:at + chunk]
-                batch = Batch.of([(request.slot, at, part, rope_set, len(part))], self.page_table,
+                batch = Batch.of([(slot, at, part, rope_set, len(part))], self.page_table,
                                  self.tile_tokens)
                 rows.append(self.ops.download(self.forward(self.ops.upload_batch(batch))))
         finally:
-            self.release(request)
+            self.pool.give(pages)
+            self.free_slots.append(slot)
         return np.concatenate(rows)
 
     def forward(self, batch):
         return model.forward(self.cfg, self.weights, batch, self.kv, self.ops)
 
-    def check_ids(self, ids):
+    def checked_ids(self, ids):
+        """`ids` as a list of integers. Raises RequestError if they are no prompt."""
+        if self.closed:
+            raise RequestError("the engine is closed; open another one")
+        try:
+            ids = [] if isinstance(ids, (str, bytes)) else [operator.index(i) for i in ids]
+        except TypeError:
+            raise RequestError("a prompt is a text or a list of token ids", param="prompt") from None
         if not ids:
             raise RequestError("the prompt is empty; give at least one token", param="prompt")
         if min(ids) < 0 or max(ids) >= self.cfg.n_vocab:
             raise RequestError(f"token ids must be 0 to {self.cfg.n_vocab - 1}", param="prompt")
+        return ids
 
     def rope_set(self, length):
         """Which RoPE factors a sequence of `length` tokens uses, decided once at admission."""
@@ -256,17 +321,76 @@ class Engine:
     # ---- memory of a sequence ----------------------------------------------------------------
 
     def pages_for(self, ids, max_tokens):
-        """Pages of a request, with room for the token of a step launched ahead."""
-        return -(-(len(ids) + max_tokens + 1) // PAGE)
+        return -(-(len(ids) + max_tokens) // PAGE)
 
-    def reserve(self, request, count):
-        request.pages = self.pool.take(count)
+    def make_room(self, count):
+        """True once `count` pages are free. Known prefixes go first, then idle sessions."""
+        if count > self.pool.n_pages - len({page for r in self.active for page in r.pages}):
+            return False
+        while not self.prefixes.make_room(count):
+            if not self.sessions.park():
+                return False
+        return True
+
+    def reserve(self, request):
+        """Give a request its pages and slot, known ones for what they hold of its prompt.
+
+        False if it has to wait. Raises RequestError for a session that cannot be restored.
+        """
+        if not request.pages and not self.find_prefix(request):
+            return False
+        while len(self.active) + self.sessions.resident >= self.max_sessions:
+            if not self.sessions.park():
+                return False
+        missing = self.pages_for(request.prompt, request.max_tokens) - len(request.pages)
+        at, inside = divmod(request.cached_tokens, PAGE)
+        shared = bool(inside) and self.pool.holders[request.pages[at]] > 1
+        if not self.make_room(missing + shared):
+            return False
+        request.pages += self.pool.take(missing)
+        if shared:  # the next token would be written into a page that others read
+            [copy] = self.pool.take(1)
+            self.ops.copy_page(self.kv, request.pages[at], copy)
+            self.pool.give([request.pages[at]])
+            request.pages[at] = copy
         request.slot = self.free_slots.pop()
-        self.page_table[request.slot, :count] = request.pages
+        self.page_table[request.slot, :len(request.pages)] = request.pages
+        return True
+
+    def find_prefix(self, request):
+        """Take over what is known of the prompt; at least its last token is always computed."""
+        before_last = request.prompt[:-1]
+        pages = self.prefixes.find(before_last, request.root)
+        cached = PAGE * len(pages)
+        if request.session is not None:
+            session = self.sessions.open(request.session)
+            if session is None:
+                self.pool.give(pages)
+                return False
+            tokens, known = session.take()
+            same = common_prefix(tokens, before_last) if session.root == request.root else 0
+            if same > cached:
+                pages, known, cached = known, pages, same
+            keep = -(-cached // PAGE)
+            self.pool.give(known + pages[keep:])
+            pages = pages[:keep]
+        request.pages, request.cached_tokens, request.read = pages, cached, cached
+        return True
 
     def release(self, request):
+        """Take slot and pages back from an ended request. What it computed stays known."""
+        computed = request.read + max(0, len(request.tokens) - 1)  # the last token was never fed
+        ids = [] if request.error else (request.prompt + request.tokens)[:computed]
+        self.prefixes.add(ids, request.pages, request.root)
+        if request.session is not None:
+            kept = -(-len(ids) // PAGE)
+            self.sessions.keep(request, ids, request.pages[:kept])
+            request.pages = request.pages[kept:]
         self.pool.give(request.pages)
-        self.free_slots.append(request.slot)
+        if request.slot >= 0:
+            self.free_slots.append(request.slot)
+            held = time.perf_counter() - request.started
+            self.seconds_held += (held - self.seconds_held) * 0.1
         request.pages, request.slot = [], -1
 
     # ---- the scheduler -----------------------------------------------------------------------
@@ -277,52 +401,92 @@ class Engine:
         A backend that runs beside Python is kept one step ahead: its next step is launched before
         the tokens of the last are read.
         """
+        self.drop_cancelled()
         self.admit()
         launched = self.launch_step()
         while len(self.in_flight) > (self.ops.steps_ahead if launched else 0):
             self.deliver(*self.in_flight.popleft())
+        return self.busy
+
+    @property
+    def busy(self):
         return bool(self.in_flight or self.active or self.waiting)
 
     def drain(self):
         """Read the tokens of all launched steps."""
         while self.in_flight:
             self.deliver(*self.in_flight.popleft())
+        self.drop_cancelled()
+
+    def drop_cancelled(self):
+        with self.lock:
+            waiting = [r for r in self.waiting if r.cancelled]
+            for request in waiting:
+                self.waiting.remove(request)
+        for request in waiting:
+            self.release(request)
+        for request in [*waiting, *self.active]:
+            if request.cancelled and request.finish_reason is None:
+                self.finish(request, "cancelled")
+        self.sweep()
 
     def admit(self):
         """First come, first served: the head of the queue waits until its pages are free."""
-        for request in [r for r in self.waiting if r.cancelled]:
-            self.waiting.remove(request)
-            self.finish(request, "cancelled")
-        while self.waiting and len(self.active) < self.max_rows:
-            count = self.pages_for(self.waiting[0].prompt, self.waiting[0].max_tokens)
-            if count > self.pool.free_count:
-                return
-            request = self.waiting.popleft()
-            self.reserve(request, count)
+        while self.waiting:
+            request = self.waiting[0]
+            try:
+                if not self.reserve(request):
+                    return
+            except LeoneError as error:
+                request.error = error
+            self.waiting.popleft()
+            if request.error:
+                self.release(request)
+                self.finish(request, "error")
+                continue
             self.active.append(request)
+            request.started = time.perf_counter()
+            self.counts.update(prompt_tokens=len(request.prompt),
+                               cached_tokens=request.cached_tokens)
             slot = -1
             if request.sampling.adjusts:
                 slot = request.slot
                 table = request.sampling.adjustment(self.cfg.n_vocab, request.prompt)
                 self.ops.adjust(slot, table, len(self.page_table))
-            request.draw = request.sampling.row(adjustment=slot)
+            request.draw = request.sampling.row(choice=request.choice, adjustment=slot)
 
     def choose_rows(self):
-        """[(request, tokens, position, wanted)]: all decoding sequences, then chunks of prompts."""
-        chosen, budget = [], self.prefill_chunk
-        for request in self.active:
-            if request.cancelled:
-                self.finish(request, "cancelled")
-            if request.finish_reason is None and 0 < request.sampled < request.max_tokens:
-                token = request.tokens[-1] if len(request.tokens) == request.sampled else FEED
-                chosen.append((request, [token], len(request.prompt) + request.sampled - 1, 1))
-        for request in self.active:
-            left = len(request.prompt) - request.read
-            if request.finish_reason is None and left and budget:
-                part = request.prompt[request.read:request.read + budget]
-                chosen.append((request, part, request.read, int(len(part) == left)))
-                budget -= len(part)
+        """[(request, tokens, position, wanted)]: decoding sequences, then chunks of prompts."""
+        running = [r for r in self.active if r.finish_reason is None]
+        decoding = [r for r in running if 0 < r.sampled < r.max_tokens]
+        chosen = []
+        # Where there are more than max_rows, those that waited longest have their turn.
+        for request in sorted(decoding, key=lambda r: (r.last_step, r.sampled))[:self.max_rows]:
+            token = request.tokens[-1] if len(request.tokens) == request.sampled else FEED
+            chosen.append((request, [token], len(request.prompt) + request.sampled - 1, 1))
+        for request, count in self.share_chunk([r for r in running if r.read < len(r.prompt)]):
+            part = request.prompt[request.read:request.read + count]
+            last = request.read + count == len(request.prompt)
+            chosen.append((request, part, request.read, int(last)))
+        for request, *_ in chosen:
+            request.last_step = self.steps
         return chosen
+
+    def share_chunk(self, reading):
+        """(request, tokens to read) of one chunk: first come, first served, but half of it is for
+        the prompt that ends soonest, so that a short one need not wait for a long one."""
+        left = {request: len(request.prompt) - request.read for request in reading}
+        shares = dict.fromkeys(reading, 0)
+        budget = self.prefill_chunk
+        if len(reading) > 1:
+            shortest = min(reading, key=left.get)
+            shares[shortest] = min(left[shortest], budget // 2)
+            budget -= shares[shortest]
+        for request in reading:
+            more = min(left[request] - shares[request], budget)
+            shares[request] += more
+            budget -= more
+        return [(request, count) for request, count in shares.items() if count]
 
     def launch_step(self):
         chosen = self.choose_rows()
@@ -344,22 +508,33 @@ class Engine:
         batch, draws = self.ops.upload_batch(batch), self.ops.upload_draws(draws)
 
         def run():
-            return self.ops.sample(self.forward(batch), draws, batch)
+            logits = self.forward(batch)
+            return *self.ops.sample(logits, draws, batch), logits
 
-        result = self.ops.run(key, run)
+        *result, logits = self.ops.run(key, run)
+        result = self.ops.fetch(result)
+        # Rare and large: these rows wait for their step here, before the next one overwrites them.
+        rows_of_logits = {request: self.ops.download_row(logits, i)
+                          for i, request in enumerate(sampled) if request.top_logprobs}
         for request, ids, _, wanted in chosen:
             request.read = min(request.read + len(ids), len(request.prompt))
             request.sampled += wanted
             request.in_flight += 1
-        self.in_flight.append((chosen, sampled, self.ops.fetch(result)))
+            if wanted and request.sampled == 1:
+                self.prefixes.add(request.prompt, request.pages, request.root)
+        self.in_flight.append((chosen, sampled, rows_of_logits, result))
         self.steps += 1
+        self.counts.update(rows=rows, steps_of_16_rows=int(len(sampled) >= 16))
         return True
 
-    def deliver(self, chosen, sampled, result):
+    def deliver(self, chosen, sampled, rows_of_logits, result):
         """Wait for a launched step and hand its tokens out."""
         tokens, logprobs = result()
         for request, token, logprob in zip(sampled, tokens.tolist(), logprobs.tolist()):
             if request.finish_reason is None:  # else it ended after this step was launched
+                if token >= 0 and request in rows_of_logits:
+                    request.top.append(most_likely(rows_of_logits[request], request.top_logprobs,
+                                                   token, logprob))
                 self.accept(request, token, logprob)
         for request, *_ in chosen:
             request.in_flight -= 1
@@ -377,6 +552,7 @@ class Engine:
                 "the logits are not finite: a value left the range of float16; try --kv f32")
             return self.finish(request, "error")
         request.first_token = request.first_token or time.perf_counter()
+        self.counts["generated_tokens"] += 1
         request.tokens.append(token)
         request.logprobs.append(logprob)
         ended = token in self.tokenizer.eos_ids and not request.ignore_eos
@@ -392,9 +568,54 @@ class Engine:
             self.finish(request, "stop")
         elif last:
             self.finish(request, "length")
+        else:
+            self.on_event(request)
 
     def finish(self, request, reason):
+        if reason == "cancelled":  # what was held back can no longer be a stop string
+            request.text += request.held + request.stream.flush()
         request.finish_reason, request.finished = reason, time.perf_counter()
+        self.on_event(request)
+
+    def fail(self, error):
+        """End every request with `error`: the device has stopped working."""
+        with self.lock:
+            requests = [*self.active, *self.waiting]
+            self.waiting.clear()
+            self.active.clear()
+            self.in_flight.clear()
+        for request in requests:
+            if request.finish_reason is None:
+                request.error = error
+                self.finish(request, "error")
+
+    @property
+    def stats(self):
+        """Counters since the start, and what is held now. bytes: what the driver really gave."""
+        return {
+            "waiting": len(self.waiting), "active": len(self.active), "steps": self.steps,
+            "pages": self.pool.n_pages, "pages_free": self.pool.free_count,
+            "pages_cached": self.prefixes.unused, "sessions_resident": self.sessions.resident,
+            "sessions_stored": self.sessions.stored, "bytes": dict(self.ops.allocated),
+            **{name: self.counts[name] for name in (
+                "rows", "steps_of_16_rows", "prompt_tokens", "cached_tokens", "generated_tokens")}}
+
+    @functools.cached_property
+    def model_hash(self):
+        """receipts.ModelHash of the file: worked out in the background once it is asked for."""
+        thread = receipts.ModelHash(self.gguf.paths)
+        thread.start()
+        return thread
+
+
+def most_likely(logits, count, token, logprob):
+    """[(id, log probability)] of the largest logits, best first and equal ones by id.
+
+    logits: float32 [n_vocab], of which `token` has the log probability `logprob`.
+    """
+    best = np.argpartition(logits, -count)[-count:]
+    best = sorted(best.tolist(), key=lambda id: (-logits[id], id))
+    return [(id, logprob + float(logits[id]) - float(logits[token])) for id in best]
 
 
 def split_at_stop(text, stops, last):
@@ -409,6 +630,12 @@ def split_at_stop(text, stops, last):
     return text[:len(text) - held], text[len(text) - held:], False
 
 
+def check_integer(value, low, high, name):
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise RequestError(f"{name} is {value!r}; it must be an integer from {low} to {high}",
+                           param=name)
+
+
 def open_backend(name):
     """The op table for `name`: "cuda", "cpu", or "auto" for CUDA wherever a card is usable."""
     if name not in ("auto", "cuda", "cpu"):
@@ -421,218 +648,6 @@ def open_backend(name):
     return reference.Reference()
 
 
-# ---- command line ----------------------------------------------------------------------------
-
-
-def main(argv=None):
-    args = build_parser().parse_args(argv)
-    try:
-        return args.run(args) or 0
-    except KeyboardInterrupt:
-        print("\nstopped", file=sys.stderr)
-        return 130
-    except BrokenPipeError:  # the reader of our output went away
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
-    except LeoneError as error:
-        print(f"leone: {error}", file=sys.stderr)
-    except MemoryError:
-        print("leone: out of memory; use a smaller model, a shorter --ctx or --kv q8",
-              file=sys.stderr)
-    except OSError as error:
-        print(f"leone: {error.filename or 'file'}: {error.strerror}; check the path",
-              file=sys.stderr)
-    return 2
-
-
-def build_parser():
-    parser = argparse.ArgumentParser(
-        prog="leone.py", description="Run any GGUF model: the same bits whatever the load.")
-    parser.add_argument("--version", action="version", version=f"leone {VERSION}")
-    commands = parser.add_subparsers(metavar="command", required=True)
-
-    def command(name, run, summary, engine=True):
-        sub = commands.add_parser(name, help=summary, description=summary)
-        sub.set_defaults(run=run)
-        sub.add_argument("-m", "--model", required=True, metavar="FILE", help="GGUF file")
-        if engine:
-            sub.add_argument("--backend", choices=("auto", "cuda", "cpu"), default="auto",
-                             help="auto: CUDA where there is a usable card (default)")
-            sub.add_argument("--kv", choices=("f32", "f16", "q8"), default="f16",
-                             help="format of the KV cache (default f16)")
-            sub.add_argument("--ctx", type=int, metavar="N",
-                             help="tokens of KV cache in all (default: what fits)")
-            sub.add_argument("--prefill-chunk", type=int, default=512, metavar="N",
-                             help="prompt tokens of one step (default 512)")
-        return sub
-
-    def prompt(sub):
-        source = sub.add_mutually_exclusive_group(required=True)
-        source.add_argument("-p", "--prompt", metavar="TEXT")
-        source.add_argument("-f", "--file", metavar="FILE",
-                            help="read the text from FILE, - for stdin")
-
-    sub = command("generate", run_generate, "Continue a prompt, or answer it with --chat.")
-    prompt(sub)
-    sub.add_argument("-n", "--max-tokens", type=int, default=256, metavar="N",
-                     help="most tokens to generate (default 256)")
-    sub.add_argument("--chat", action="store_true", help="use the model's chat template")
-    sub.add_argument("--system", metavar="TEXT", help="system message, with --chat")
-    sub.add_argument("--temperature", type=float, default=0.0, metavar="T",
-                     help="0 takes the most likely token (default)")
-    sub.add_argument("--top-k", type=int, default=0, metavar="K", help="0: off (default)")
-    sub.add_argument("--top-p", type=float, default=1.0, metavar="P", help="1: off (default)")
-    sub.add_argument("--min-p", type=float, default=0.0, metavar="P", help="0: off (default)")
-    sub.add_argument("--repetition-penalty", type=float, default=1.0, metavar="R")
-    sub.add_argument("--presence-penalty", type=float, default=0.0, metavar="R")
-    sub.add_argument("--frequency-penalty", type=float, default=0.0, metavar="R")
-    sub.add_argument("--seed", type=int, metavar="N", help="same seed, same text (default: random)")
-    sub.add_argument("--stop", action="append", default=[], metavar="TEXT",
-                     help="stop before this text; may be given several times")
-    sub.add_argument("--ignore-eos", action="store_true", help="go on after the end of the answer")
-    sub.add_argument("--json", action="store_true", help="print one JSON object")
-
-    sub = command("tokenize", run_tokenize, "Show the token ids of a text.", engine=False)
-    prompt(sub)
-    sub.add_argument("--special", action="store_true", help="read control tokens in the text")
-    sub.add_argument("--json", action="store_true", help="print one JSON object")
-
-    sub = command("doctor", run_doctor, "Report on a model file, the card and the build.",
-                  engine=False)
-    sub.add_argument("--json", action="store_true", help="print one JSON object")
-
-    sub = command("bench", run_bench, "Measure decode and prefill speed.")
-    sub.add_argument("--rows", default="1,8", metavar="N,N", help="sequences at once (default 1,8)")
-    sub.add_argument("--profile", action="store_true", help="time each op")
-    sub.add_argument("--json", action="store_true", help="print one JSON object")
-
-    sub = command("perplexity", run_perplexity, "Perplexity of a text in windows.")
-    sub.add_argument("-f", "--file", required=True, metavar="FILE")
-    sub.add_argument("-c", "--window", type=int, default=512, metavar="N",
-                     help="tokens of a window (default 512)")
-    sub.add_argument("--json", action="store_true", help="print one JSON object")
-
-    sub = command("diff", run_diff, "Run a prompt on both backends and compare every buffer.")
-    prompt(sub)
-    return parser
-
-
-def open_engine(args, **options):
-    progress = show_progress if sys.stderr.isatty() else None
-    return Engine(args.model, args.backend, args.kv, args.prefill_chunk, context=args.ctx,
-                  progress=progress, **options)
-
-
-def show_progress(done, total):
-    end = "\r" if done < total else "\r\033[K"
-    print(f"loading {done / 1e9:.1f} of {total / 1e9:.1f} GB", end=end, file=sys.stderr, flush=True)
-
-
-def read_text(args):
-    if args.prompt is not None:
-        text = args.prompt
-    elif args.file == "-":
-        text = sys.stdin.read()
-    else:
-        text = read_file(args.file)
-    # bytes of the command line that are not UTF-8 arrive as lone surrogates
-    return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
-
-
-def read_file(path):
-    with open(path, encoding="utf-8", errors="replace", newline="") as file:
-        return file.read()
-
-
-def run_generate(args):
-    text = read_text(args)
-    sampling = Sampling(
-        temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, min_p=args.min_p,
-        repetition_penalty=args.repetition_penalty, presence_penalty=args.presence_penalty,
-        frequency_penalty=args.frequency_penalty, seed=args.seed, stop=tuple(args.stop))
-    began = time.perf_counter()
-    with open_engine(args, max_rows=1) as engine:
-        loaded = time.perf_counter()
-        if args.chat:
-            messages = [{"role": "system", "content": args.system}] if args.system else []
-            ids = engine.chat_tokens([*messages, {"role": "user", "content": text}])
-        else:
-            ids = engine.tokenize(text)
-        request = engine.submit(ids, sampling, args.max_tokens, args.ignore_eos)
-        try:
-            while engine.step():
-                show_answer(request, len(ids), args.json)
-            show_answer(request, len(ids), args.json)
-        except KeyboardInterrupt:
-            request.finish_reason = "cancelled"
-            request.finished = time.perf_counter()
-        if request.error:
-            raise request.error
-        report(args, engine, request, loaded - began)
-        return 130 if request.finish_reason == "cancelled" else 0
-
-
-def show_answer(request, prompt_tokens, quiet):
-    """Print what is new of the answer; before it, on a terminal, how much of the prompt is read."""
-    if not request.tokens and request.read < prompt_tokens and sys.stderr.isatty():
-        print(f"reading {request.read} of {prompt_tokens} tokens", end="\r\033[K", file=sys.stderr)
-    while request.events:
-        text = request.events.popleft().text
-        if not quiet:
-            print(text, end="", flush=True)
-
-
-def report(args, engine, request, load_seconds):
-    tokens = len(request.tokens)
-    prefill = max(request.first_token - request.submitted, 0.0)
-    decode = request.finished - request.first_token if tokens else 0.0
-    rate = (tokens - 1) / decode if tokens > 1 and decode > 0 else 0.0
-    gigabytes = rate * engine.bytes_per_token / 1e9
-    if args.json:
-        print(json.dumps({
-            "prompt_tokens": request.prompt, "tokens": request.tokens, "text": request.text,
-            "finish_reason": request.finish_reason,
-            "timings": {"load_s": load_seconds, "prefill_s": prefill, "decode_s": decode,
-                        "decode_tokens_per_s": rate, "weights_gb_per_s": gigabytes},
-            "model": {"file": os.path.basename(args.model), "name": engine.cfg.name,
-                      "backend": engine.ops.name, "kv": engine.kv.format}}))
-    else:
-        print()
-        print(f"[{len(request.prompt)} prompt tokens in {prefill:.2f} s, {tokens} tokens, "
-              f"{rate:.1f} tok/s, {gigabytes:.1f} GB/s of weights, {engine.ops.name}, "
-              f"{request.finish_reason}]", file=sys.stderr)
-
-
-def run_tokenize(args):
-    tokenizer = Tokenizer(model.GGUF(args.model).metadata)
-    ids = tokenizer.encode(read_text(args), special=args.special, bos=tokenizer.add_bos)
-    if args.json:
-        print(json.dumps({"tokens": ids}))
-    else:
-        for token in ids:
-            print(f"{token:7d}  {tokenizer.token_bytes(token, special=True)!r}")
-
-
-def run_doctor(args):
-    return tools.doctor(args.model, as_json=args.json)
-
-
-def run_bench(args):
-    rows = [int(n) for n in args.rows.split(",") if n.strip().isdigit() and int(n)]
-    if not rows:
-        raise RequestError(f'--rows is "{args.rows}"; give numbers such as 1,8,64')
-    with open_engine(args, max_rows=max(rows)) as engine:
-        tools.bench(engine, rows, profile=args.profile, as_json=args.json)
-
-
-def run_perplexity(args):
-    with open_engine(args, max_rows=1) as engine:
-        tools.perplexity(engine, read_file(args.file), args.window, as_json=args.json)
-
-
-def run_diff(args):
-    return tools.diff(args.model, read_text(args), args.kv)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    import cli
+    sys.exit(cli.main())

@@ -201,8 +201,8 @@ def map_file(path):
             raise ModelError(f"{path} is empty; fetch the model again")
         with open(path, "rb") as file:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except OSError as error:
-        raise ModelError(f"cannot open {path}: {error.strerror}") from error
+    except (OSError, ValueError) as error:
+        raise ModelError(f"cannot open {str(path)!r}: {getattr(error, 'strerror', error)}") from error
 
 
 def read_file(path):

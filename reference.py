@@ -14,6 +14,7 @@ alone, to the last bit, so that batching never changes an answer:
   softmax, and segments are merged in index order. A masked position contributes exactly zero.
 """
 import os
+import platform
 import time
 from dataclasses import dataclass
 
@@ -21,6 +22,7 @@ import numpy as np
 from gguf import quants
 
 import sampling
+from errors import RequestError
 from kv import PAGE
 
 ROWS = 8  # token rows of the product that defines the bits
@@ -28,6 +30,7 @@ TILES = 64, 32, 16, ROWS  # token rows of one BLAS call, where they are safe
 SEGMENT = 256  # positions under one running softmax; a multiple of PAGE
 PANEL = 4096  # weight rows of one BLAS call, whether or not the matrix stays quantised
 KV_BLOCK = 32  # values of a q8 block
+F16_LARGEST = 65504.0
 
 
 @dataclass
@@ -57,6 +60,7 @@ class Matrix:
 class Reference:
     """The op table on NumPy arrays of one dtype."""
     name = card_name = "cpu"
+    architecture, fingerprint = platform.machine(), f"numpy {np.__version__}"
 
     def __init__(self, dtype=np.float32, memory_limit=None):
         """memory_limit: bytes that expanded weights may take (default: half of the free memory)."""
@@ -64,6 +68,7 @@ class Reference:
         self.free_bytes = memory_limit if memory_limit is not None else available_memory() // 2
         self.panels = {}  # tensor name -> its Panels, so that tied matrices are expanded once
         self.adjustments = {}  # slot -> ADJUSTMENT [n_vocab]
+        self.allocated = {}  # purpose -> bytes
         self.tiles = {}  # weight shape -> sizes of safe token tiles, largest first
 
     def close(self):
@@ -94,7 +99,9 @@ class Reference:
         return self.panels[tensor.name]
 
     def pages(self, cfg, n_pages, kv_format):
-        return Pages(cfg, n_pages, kv_format, self.dtype)
+        kv = Pages(cfg, n_pages, kv_format, self.dtype)
+        self.allocated["kv"] = kv.nbytes
+        return kv
 
     def tile_tokens(self, cfg):
         """Most rows of one attention tile: consecutive tokens of a sequence."""
@@ -123,6 +130,9 @@ class Reference:
 
     def download(self, array):
         return array
+
+    def download_row(self, array, row):
+        return array[row]
 
     def synchronize(self):
         pass
@@ -159,12 +169,14 @@ class Reference:
             h[real] = dequantised(table.tensors[0], batch.tokens[real], self.dtype)
         return h
 
+    @np.errstate(over="ignore", invalid="ignore")
     def rmsnorm(self, h, weight, eps, rows=None):
         """x = h / sqrt(mean(h^2) + eps) * weight, of all rows or of those in `rows`."""
         h = h if rows is None else h[rows]
         mean = np.sum(h * h, axis=-1, keepdims=True) / self.dtype.type(h.shape[-1])
         return h / np.sqrt(mean + self.dtype.type(eps)) * weight
 
+    @np.errstate(over="ignore", invalid="ignore")
     def linear(self, x, w):
         """y [rows, w.rows] = x [rows, w.cols] times the rows of w, plus its bias."""
         y = np.empty((len(x), w.rows), self.dtype)
@@ -190,6 +202,7 @@ class Reference:
             out[at:at + size] = (np.ascontiguousarray(tile) @ weight)[:left]
             at += size
 
+    @np.errstate(over="ignore", invalid="ignore")
     def linear_add(self, x, w, h):
         """h += x times the rows of w, in place."""
         h += self.linear(x, w)
@@ -200,6 +213,7 @@ class Reference:
         angle = batch.positions[:, None].astype(np.float64) * inverse
         return (np.stack([np.cos(angle), np.sin(angle)], 1) * cfg.rope_magnitude).astype(self.dtype)
 
+    @np.errstate(over="ignore", invalid="ignore")
     def rope_kv(self, qkv, angles, q_norm, k_norm, cfg, layer, kv, batch):
         """Split qkv [rows, (heads + 2 kv heads) head_dim], norm and rotate q and k, store K and V.
 
@@ -217,6 +231,7 @@ class Reference:
         kv.store(layer, pages, positions % PAGE, k[real], v[real])
         return q
 
+    @np.errstate(over="ignore", invalid="ignore")
     def attention(self, q, cfg, layer, kv, batch):
         """x [rows, heads * head_dim]: softmax(q K^T * attn_scale) V over positions 0..own."""
         x = np.zeros((len(q), cfg.n_heads, cfg.head_dim), self.dtype)
@@ -242,27 +257,42 @@ class Reference:
             for at in range(start, min(start + SEGMENT, position + len(q)), PAGE):
                 key, value = kv.load(layer, pages[at // PAGE])  # kv heads, PAGE, head_dim
                 scores = queries @ key[:, None].swapaxes(2, 3) * self.dtype.type(cfg.attn_scale)
+                # Masked positions may hold anything, and 0 * inf is NaN: a V that is not finite
+                # (f32 only) is taken out of the product and counts through its score.
+                finite = np.isfinite(value)
+                scores = np.where(finite.all(axis=-1)[:, None, None], scores, np.nan)
                 visible = at + np.arange(PAGE) <= own[..., None]
-                segment.add(np.where(visible, scores, -np.inf).astype(self.dtype), value[:, None])
+                segment.add(np.where(visible, scores, -np.inf).astype(self.dtype),
+                            np.where(finite, value, 0)[:, None])
             total.merge(segment)
         x = total.result().reshape(cfg.n_kv_heads, padded, cfg.head_dim)[:, :real]
         return (x.reshape(cfg.n_kv_heads, len(q), group, cfg.head_dim)
                 .swapaxes(0, 1).reshape(len(q), cfg.n_heads, cfg.head_dim))
 
+    @np.errstate(over="ignore", invalid="ignore")
     def silu_mul(self, gate_up):
         """x [rows, F] = silu(gate) * up of gate_up [rows, 2F], gate first."""
         gate, up = np.split(gate_up, 2, axis=-1)
-        with np.errstate(over="ignore"):  # exp(-gate) = inf gives the right limit, zero
-            return gate / (1 + np.exp(-gate)) * up
+        return gate / (1 + np.exp(-gate)) * up  # exp(-gate) = inf gives the right limit, zero
 
     def sample(self, logits, draws, batch):
         """(tokens int32, log probabilities f32) of one drawn token per row; see sampling.py."""
         return sampling.sample(logits, draws, self.adjustments)
 
     def copy_page(self, kv, source, target):
-        kv.data[:, target] = kv.data[:, source]
-        if kv.scales is not None:
-            kv.scales[:, target] = kv.scales[:, source]
+        for array in kv.arrays:
+            array[:, target] = array[:, source]
+
+    def save_pages(self, kv, pages):
+        """The contents of `pages` in all layers as bytes, for load_pages of the same backend."""
+        return np.concatenate([array[:, pages].reshape(-1).view(np.uint8) for array in kv.arrays])
+
+    def load_pages(self, kv, pages, data):
+        at = 0
+        for array in kv.arrays:
+            part = array[:, pages]
+            array[:, pages] = data[at:at + part.nbytes].view(part.dtype).reshape(part.shape)
+            at += part.nbytes
 
 
 class Softmax:
@@ -303,6 +333,9 @@ class Pages:
     """
 
     def __init__(self, cfg, n_pages, kv_format, dtype):
+        if kv_format == "q8" and cfg.head_dim % KV_BLOCK:
+            raise RequestError(f"q8 stores {KV_BLOCK} values of a head together, and heads of this "
+                               f"model have {cfg.head_dim}; use --kv f16", param="kv")
         self.format, self.dtype = kv_format, dtype
         shape = (cfg.n_layers, n_pages, cfg.n_kv_heads, 2, PAGE, cfg.head_dim)
         stored = {"f32": dtype, "f16": np.float16, "q8": np.int8}[kv_format]
@@ -311,12 +344,21 @@ class Pages:
                        if kv_format == "q8" else None)
 
     @property
+    def arrays(self):
+        return [self.data] if self.scales is None else [self.data, self.scales]
+
+    @property
     def nbytes(self):
-        return self.data.nbytes + (0 if self.scales is None else self.scales.nbytes)
+        return sum(array.nbytes for array in self.arrays)
 
     def store(self, layer, pages, offsets, key, value):
-        """Write K and V [rows, kv heads, head_dim] of tokens to their page and place in it."""
+        """Write K and V [rows, kv heads, head_dim] of tokens to their page and place in it.
+
+        f16 and q8 hold no more than F16_LARGEST either way; NaN becomes -F16_LARGEST.
+        """
         for kind, x in enumerate((key, value)):
+            if self.format != "f32":
+                x = np.fmin(np.fmax(x, -F16_LARGEST), F16_LARGEST)
             if self.scales is not None:
                 x, scale = quantise_q8(x)
                 self.scales[layer, pages, :, kind, offsets] = scale
@@ -332,9 +374,12 @@ class Pages:
 
 
 def quantise_q8(x):
-    """int8 values like x and f16 scales [..., blocks] = max|x| / 127 per 32 values."""
+    """int8 values like x and f16 scales [..., blocks] = max|x| / 127 per 32 values.
+
+    512 * 127 is the largest product that f16 holds.
+    """
     blocks = x.astype(np.float32).reshape(*x.shape[:-1], -1, KV_BLOCK)
-    scale = (np.abs(blocks).max(axis=-1) / np.float32(127)).astype(np.float16)
+    scale = np.minimum(np.abs(blocks).max(axis=-1) / np.float32(127), 512).astype(np.float16)
     divisor = np.where(scale == 0, np.float16(1), scale).astype(np.float32)[..., None]
     values = np.clip(np.rint(blocks / divisor), -127, 127).astype(np.int8)
     return values.reshape(x.shape), scale

@@ -336,13 +336,17 @@ class Tokenizer:
         """
         return self.encode_parts([(text, special)], bos)
 
-    def encode_parts(self, parts, bos=False):
+    def encode_parts(self, parts, bos=False, known={}):
         """Returns the ids of one text given as parts (text, special), as in a rendered template.
 
         Words are cut as in the whole text, but special tokens are looked for inside a part only.
+        known: {text: ids} that replaces a part which is that text and not special.
         """
         fragments = []                          # special tokens as int, the text between as str
         for text, special in parts:
+            if not special and text in known:
+                fragments += known[text]
+                continue
             for fragment in self._partition(_without_surrogates(text), special):
                 if fragments and isinstance(fragment, str) and isinstance(fragments[-1], str):
                     fragment = fragments.pop() + fragment
@@ -354,7 +358,7 @@ class Tokenizer:
             elif self.model == "gpt2":
                 self._encode_pieces(split(fragment, PRE_TOKENIZERS[self.pre]), ids)
             else:
-                self._encode_pieces(self._split_spm(fragment, previous is not None), ids)
+                self._encode_pieces(self._split_spm(fragment, previous), ids)
         return ids
 
     def _partition(self, text, special):
@@ -374,11 +378,14 @@ class Tokenizer:
         if at < len(text):
             yield text[at:]
 
-    def _split_spm(self, text, after_special):
-        """Returns pieces that no token crosses, with the space prefix that the model expects."""
+    def _split_spm(self, text, previous):
+        """Returns pieces that no token crosses, with the space prefix that the model expects.
+
+        previous: the token before the text, None at the start.
+        """
         text, prefix = text.replace(" ", SPACE_MARK), []
-        if self.add_space_prefix:
-            if after_special and text.startswith(SPACE_MARK):
+        if self.add_space_prefix and (previous is None or self.is_special(previous)):
+            if previous is not None and text.startswith(SPACE_MARK):
                 prefix = [SPACE_MARK]   # in training it was not merged with the text's own spaces
             else:
                 text = SPACE_MARK + text
@@ -499,7 +506,10 @@ class Tokenizer:
         return "".join(map(stream.feed, ids)) + stream.flush()
 
     def stream(self, special=False, after=None):
-        """Returns a Stream. after: the id before the first one fed, None at the start of a text."""
+        """Returns a Stream. after: the id before the first one fed, None at the start of a text.
+
+        special: whether control tokens are part of the text, or a frozenset of those that are.
+        """
         return Stream(self, special, after)
 
     def is_special(self, id):
@@ -511,13 +521,14 @@ class Stream:
     """Text of ids that arrive one by one; the pieces joined equal decode() of all ids."""
 
     def __init__(self, tokenizer, special=False, after=None):
-        self._tokenizer, self._special = tokenizer, special
+        self._tokenizer = tokenizer
+        self._shows = special.__contains__ if isinstance(special, frozenset) else lambda id: special
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._at_start = after is None or tokenizer.is_special(after)
 
     def feed(self, id):
         """Returns the characters that id completes, perhaps none."""
-        data = self._tokenizer.token_bytes(id, self._special)
+        data = self._tokenizer.token_bytes(id, self._shows(id))
         if self._tokenizer.is_special(id):
             self._at_start = True
         elif self._at_start:

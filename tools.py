@@ -1,16 +1,19 @@
-"""What a user asks about a model or a machine: doctor, bench, perplexity, diff."""
+"""What a user asks about a model, a machine or an answer: doctor, bench, ..., replay."""
 import json
 import math
 import sys
 import time
+from itertools import zip_longest
 
 import numpy as np
 
 import device
 import model
+import receipts
 import reference
 from errors import ModelError, RequestError
 from kv import PAGE, Batch
+from leone import Engine
 from sampling import Sampling
 from tokenizer import Tokenizer
 
@@ -271,6 +274,7 @@ def profile_ops(engine, rng):
     found = {}
     for rows in (1, engine.prefill_chunk):
         timed = TimedOps(engine.ops)
+        engine.make_room(-(-rows // PAGE))
         pages = engine.pool.take(-(-rows // PAGE))
         table = np.array([pages], np.int32)
         ids = rng.integers(0, engine.cfg.n_vocab, rows).tolist()
@@ -384,4 +388,68 @@ def diff(path, text, kv_format):
         if not good:
             return 1
     print("all buffers agree")
+    return 0
+
+
+# ---- replay ----------------------------------------------------------------------------------
+
+# Fields of a receipt that may differ here; then the bits may, too.
+SURROUNDINGS = "engine_version", "backend", "gpu_architecture", "cubin_sha256"
+
+
+def replay(path, model_path, key_path=None, backend="auto"):
+    """Run again what a receipt describes. Returns 1 if other tokens come out than `path` holds.
+
+    path: JSON file with receipt, prompt_token_ids and token_ids, such as an answer of the server.
+    key_path: the key, to check the signature as well.
+    Raises RequestError if the file, the key or the model is not the one of the receipt.
+    """
+    receipt, prompt, tokens = receipts.read(path)
+    if prompt is None or tokens is None:
+        raise RequestError(f"{path} holds no token ids: save the server's answer to a request with "
+                           '"receipt": true as it is')
+    if key_path:
+        receipts.verify(receipts.load_key(key_path, create=False), receipt)
+    receipts.check_tokens(receipt, prompt, None)
+    try:
+        fields = dict(receipt["sampling"])
+        options = {name: fields.pop(name) for name in ("max_tokens", "ignore_eos", "choice")}
+        fields["logit_bias"] = {int(id_): bias for id_, bias in fields["logit_bias"].items()}
+        sampling = Sampling(**fields)
+        if not 0 <= options["choice"] < 2**32:
+            raise ValueError
+    except (KeyError, TypeError, ValueError, AttributeError):
+        raise RequestError("the receipt does not say how its tokens were sampled") from None
+    model_hash = receipts.hash_model(model.GGUF(model_path).paths)
+    if model_hash != receipt.get("model_sha256"):
+        raise RequestError(f"{model_path} is not the model of the receipt, whose SHA-256 is "
+                           f"{receipt.get('model_sha256')}; name that file with -m")
+    with Engine(model_path, backend, receipt.get("kv_format"), max_rows=1) as engine:
+        request = engine.submit(prompt, sampling, **options)
+        here = receipts.describe(engine, request, receipt.get("id"), model_hash)
+        if here["rope_set"] != receipt.get("rope_set"):
+            raise RequestError("the receipt names other RoPE factors than its lengths call for")
+        for name in SURROUNDINGS:
+            if here[name] != receipt.get(name):
+                print(f"{name} was {receipt.get(name)} and is {here[name]} here: bits may differ",
+                      file=sys.stderr)
+        cancelled = receipt.get("finish_reason") == "cancelled"
+        end = len(tokens) if cancelled else request.max_tokens
+        while len(request.tokens) < end and engine.step():
+            pass
+        if request.error:
+            raise request.error
+    new = request.tokens[:end]
+    if new != tokens:
+        at = next(i for i, pair in enumerate(zip_longest(tokens, new)) if pair[0] != pair[1])
+        was, now = ((ids[at:] or ["nothing"])[0] for ids in (tokens, new))
+        print(f"different at token {at}: it was {was} and is {now} here")
+        return 1
+    receipts.check_tokens(receipt, None, tokens)
+    if not cancelled and request.finish_reason != receipt.get("finish_reason"):
+        print(f"different: finish_reason was {receipt.get('finish_reason')} and is "
+              f"{request.finish_reason} here")
+        return 1
+    signed = "its signature is valid" if key_path else "its signature was not checked (no --key)"
+    print(f"equal: all {len(tokens)} tokens came out again; {signed}")
     return 0

@@ -8,7 +8,7 @@ import pytest
 import device
 import leone
 import reference
-from errors import Overloaded, RequestError
+from errors import DeviceError, Overloaded, RequestError
 from kv import PagePool
 from models import BACKENDS, engine, quantised, smol
 
@@ -35,7 +35,8 @@ def test_backends_have_the_same_ops():
 def test_every_kernel_has_its_twin():
     """A kernel is an op of the table, or its name begins with that of its op."""
     source = (ROOT / "kernels.cu").read_text()
-    kernels = re.findall(r"^ *KERNEL\b(?:\s*__launch_bounds__\([^()]*\))?\s+(\w+)", source, re.M)
+    bounds = r"(?:\s*__launch_bounds__\([^()]*\))?"
+    kernels = re.findall(rf"^ *KERNEL\b{bounds}\s+(?!__)(\w+)", source, re.M)
     assert {"linear_few_8", "rope_kv", "attention_merge", "sample"} <= set(kernels)
     ops = public(reference.Reference) & public(device.Device)
     for kernel in kernels:
@@ -47,14 +48,19 @@ def test_every_kernel_has_its_twin():
 
 @pytest.fixture(scope="module")
 def tiny():
-    with engine(quantised("llama3"), "cpu", max_rows=4, queue=6) as e:
+    with engine(quantised("llama3"), "cpu", max_rows=4, queue=2) as e:
         yield e
+
+
+def nothing_is_held(e):
+    return (e.pool.free_count + e.prefixes.unused == e.pool.n_pages and not e.busy
+            and len(e.free_slots) == e.max_sessions + 1)
 
 
 def finish(e, *requests):
     while e.step():
         pass
-    assert e.pool.free_count == len(e.pool.holders) and not e.active and not e.waiting
+    assert nothing_is_held(e)
     return [request.tokens for request in requests]
 
 
@@ -92,6 +98,7 @@ def test_abandoned_generator_frees_everything(tiny):
 
 
 def test_queue_is_bounded(tiny):
+    """Beside the four that find room at once two may wait."""
     requests = [tiny.submit([1], leone.Sampling(seed=1), 5) for _ in range(6)]
     with pytest.raises(Overloaded) as caught:
         tiny.submit([1], leone.Sampling(seed=1), 5)
@@ -123,6 +130,77 @@ def test_bad_requests(tiny, prompt, options, code):
     assert caught.value.code == code and caught.value.status == 400
     assert "\n" not in str(caught.value)
     assert not tiny.waiting
+
+
+def test_queue_is_bounded_in_tokens():
+    with engine(quantised("llama3"), "cpu", max_rows=1, queue_tokens=100) as e:
+        requests = [e.submit([1], leone.Sampling(seed=1), 49), e.submit([1], leone.Sampling(), 49)]
+        with pytest.raises(Overloaded):
+            e.submit([1], leone.Sampling(seed=1), 1)
+        finish(e, *requests)
+
+
+def test_more_sessions_than_rows():
+    """Rows of a step are bounded; those that do not fit take turns and lose nothing."""
+    prompts = [[i + 1, 5, 6] for i in range(5)]
+    params = leone.Sampling(temperature=0)
+    with engine(quantised("llama3"), "cpu", max_rows=2, sessions=5) as e:
+        alone = [finish(e, e.submit(p, params, 12, ignore_eos=True))[0] for p in prompts]
+        requests = [e.submit(p, params, 12, ignore_eos=True) for p in prompts]
+        while e.step():
+            counts = [len(r.tokens) for r in e.active if r.finish_reason is None]
+            assert not counts or max(counts) - min(counts) <= 1
+        assert [r.tokens for r in requests] == alone
+
+
+def test_a_short_prompt_overtakes_a_long_one():
+    with engine(quantised("llama3"), "cpu", max_rows=4, prefill_chunk=32) as e:
+        long = e.submit([1] * 400, leone.Sampling(temperature=0), 1)
+        e.step()
+        short = e.submit([2] * 40, leone.Sampling(temperature=0), 1)
+        before = long.read
+        while not short.tokens:
+            e.step()
+        assert long.read >= before + 48 and not long.tokens
+        finish(e, long, short)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_most_likely_tokens(backend):
+    """top_logprobs are the log softmax of the model's own logits."""
+    with engine(quantised("llama3"), backend, max_rows=4) as e:
+        params = leone.Sampling(temperature=1.5, seed=3, frequency_penalty=0.5)
+        request = e.submit([4, 5, 6], params, 6, ignore_eos=True, top_logprobs=5)
+        other = e.submit([7, 8], params, 6, ignore_eos=True)
+        while e.step():
+            pass
+        logits = e.logits([4, 5, 6] + request.tokens)[2:-1].astype(np.float64)
+        expected = logits - np.log(np.exp(logits).sum(1, keepdims=True))
+        assert not other.top and len(request.top) == 6
+        for row, top, token, logprob in zip(expected, request.top, request.tokens,
+                                            request.logprobs):
+            assert [id for id, _ in top] == np.argsort(-row, kind="stable")[:5].tolist()
+            assert np.allclose([value for _, value in top], row[[id for id, _ in top]], atol=1e-4)
+            assert abs(logprob - row[token]) < 1e-4
+
+
+def test_choices_differ_and_the_first_is_plain(tiny):
+    params = leone.Sampling(temperature=2.0, seed=11)
+    plain, first, second = finish(tiny, *(
+        tiny.submit([1, 2, 3], params, 12, ignore_eos=True, **options)
+        for options in ({}, {"choice": 0}, {"choice": 1})))
+    assert plain == first != second
+
+
+def test_a_failed_device_ends_every_request():
+    with engine(quantised("llama3"), "cpu", max_rows=1) as e:
+        requests = [e.submit([1], leone.Sampling(seed=1), 50) for _ in range(3)]
+        e.step()
+        heard = []
+        e.on_event = heard.append
+        e.fail(DeviceError("the card fell off the bus"))
+        assert heard == requests and all(r.finish_reason == "error" for r in requests)
+        assert not e.step()
 
 
 def test_default_length_fills_the_context(tiny):

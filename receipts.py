@@ -1,0 +1,236 @@
+#!/usr/bin/env python3
+"""Receipts: signed statements of what an answer was computed from, and of what it was.
+
+    python receipts.py verify FILE --key FILE
+
+A receipt is a JSON object (schema_version, id, created, model_sha256, ..., see `describe`) whose
+field `hmac` is the HMAC-SHA256, in hex, of all its other fields in canonical JSON: names sorted,
+no spaces, everything but ASCII escaped, no NaN or infinity, a float with an integral value written
+as that integer (to JSON 1.0 and 1 are one number, and browsers write the latter), any other float
+as the shortest decimal that reads back as the same double. Token ids are hashed as little-endian
+int32. Verifying needs this file, errors.py, Python and the key.
+"""
+import argparse
+import contextlib
+import hashlib
+import hmac
+import json
+import os
+import secrets
+import struct
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+from errors import RequestError
+
+SCHEMA_VERSION = 1
+
+# ---- the key ---------------------------------------------------------------------------------
+
+
+def load_key(path, create=True):
+    """The bytes of the key file at `path`; where there is none, one is made.
+
+    Raises RequestError if others may read it or it is no key, OSError if it cannot be read.
+    """
+    path = Path(path)
+    if create and not path.exists():
+        create_key(path)
+    info = path.stat()
+    if not path.is_file() or info.st_mode & 0o077 or not 32 <= info.st_size <= 4096:
+        raise RequestError(f"key file {path} has mode {info.st_mode & 0o777:o} and {info.st_size} "
+                           "bytes; it must be a file of mode 600 with 32 to 4096 bytes")
+    return path.read_bytes()
+
+
+def create_key(path):
+    """Let a new key appear at `path` in one piece; if another process is faster, its key stays."""
+    with tempfile.NamedTemporaryFile(dir=path.parent) as file:  # mode 0600
+        file.write(secrets.token_bytes(32))
+        file.flush()
+        os.fsync(file.fileno())
+        with contextlib.suppress(FileExistsError):
+            os.link(file.name, path)  # unlike a rename it never replaces
+
+
+# ---- making and verifying --------------------------------------------------------------------
+
+
+def describe(engine, request, answer_id, model_sha256, template=None):
+    """What a receipt says of a finished request.
+
+    template: text of the chat template that made the prompt, None where none did.
+    """
+    from leone import VERSION  # here, because verifying needs no engine
+    on_card = engine.ops.name == "cuda"
+    return {
+        "schema_version": SCHEMA_VERSION, "id": answer_id, "created": int(time.time()),
+        "engine_version": VERSION, "backend": engine.ops.name, "kv_format": engine.kv.format,
+        "gpu_architecture": f"sm_{engine.ops.arch}" if on_card else "cpu",
+        "cubin_sha256": engine.ops.fingerprint if on_card else None,
+        "model_sha256": model_sha256, "rope_set": request.rope_set,
+        "template_sha256": None if template is None else sha256(template.encode()),
+        "sampling": {
+            **vars(request.sampling), "stop": list(request.sampling.stop),
+            "logit_bias": {str(token): bias for token, bias in request.sampling.bias_pairs()},
+            "choice": request.choice, "max_tokens": request.max_tokens,
+            "ignore_eos": request.ignore_eos},
+        "prompt_tokens": len(request.prompt), "completion_tokens": len(request.tokens),
+        "prompt_tokens_sha256": hash_tokens(request.prompt),
+        "output_tokens_sha256": hash_tokens(request.tokens),
+        "finish_reason": request.finish_reason,
+    }
+
+
+def make(key, fields):
+    """The receipt of these fields: the same, signed."""
+    return {**fields, "hmac": signature(key, fields)}
+
+
+def verify(key, receipt):
+    """Raise RequestError unless the receipt, a dict, was made with `key` and is unchanged."""
+    fields = dict(receipt)
+    given = str(fields.pop("hmac", "")).encode("utf-8", "replace")
+    if not hmac.compare_digest(signature(key, fields).encode(), given):
+        raise RequestError("the receipt was changed, or made with another key")
+    if fields.get("schema_version") != SCHEMA_VERSION:
+        raise RequestError(f"the receipt is of another version than {SCHEMA_VERSION}; "
+                           "take a newer Leone")
+
+
+def check_tokens(receipt, prompt, output):
+    """Raise RequestError unless the receipt is about these token ids (None: not known)."""
+    for what, ids in ("prompt", prompt), ("output", output):
+        if ids is not None and hash_tokens(ids) != receipt.get(f"{what}_tokens_sha256"):
+            raise RequestError(f"the {what} token ids are not those of the receipt")
+
+
+def signature(key, fields):
+    text = json.dumps(integral(fields), sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hmac.new(key, text.encode(), hashlib.sha256).hexdigest()
+
+
+def integral(value):
+    """`value` with floats such as 1.0 as integers, at every depth."""
+    if isinstance(value, dict):
+        return {name: integral(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [integral(item) for item in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def hash_tokens(ids):
+    return sha256(struct.pack(f"<{len(ids)}i", *ids))
+
+
+def sha256(data):
+    return hashlib.sha256(data).hexdigest()
+
+
+# ---- the hash of a model ---------------------------------------------------------------------
+
+
+class ModelHash(threading.Thread):
+    """SHA-256 of a model's files, all parts in order, computed beside everything else."""
+
+    def __init__(self, paths):
+        super().__init__(name="model hash", daemon=True)
+        self.paths, self.sha256, self.error = paths, None, None
+
+    def run(self):
+        try:
+            self.sha256 = hash_model(self.paths)
+        except OSError as error:
+            self.error = error
+
+    def result(self):
+        """The hash in hex; waits for it. Raises OSError if a file cannot be read."""
+        self.join()
+        if self.error:
+            raise self.error
+        return self.sha256
+
+
+def hash_model(paths):
+    """The hash in hex. The user's cache folder keeps it as long as the files do not change."""
+    infos = [os.stat(path) for path in paths]
+    identity = " ".join(f"{i.st_dev}:{i.st_ino}:{i.st_size}:{i.st_mtime_ns}" for i in infos)
+    folder = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    cache, known = Path(folder, "leone", "models.json"), {}
+    with contextlib.suppress(OSError, ValueError, TypeError):  # absent or damaged: empty
+        known = dict(json.loads(cache.read_bytes()))
+    if identity not in known:
+        digest = hashlib.sha256()
+        for path in paths:
+            with open(path, "rb", buffering=0) as file:
+                while block := file.read(1 << 20):
+                    digest.update(block)
+        known[identity] = digest.hexdigest()
+        with contextlib.suppress(OSError):  # not to be written: read again the next time
+            cache.parent.mkdir(parents=True, exist_ok=True)
+            temporary = cache.with_suffix(f".{os.getpid()}")
+            temporary.write_text(json.dumps(known, indent=1))
+            temporary.replace(cache)
+    return known[identity]
+
+
+# ---- files and the command line --------------------------------------------------------------
+
+
+def read(path):
+    """(receipt, prompt token ids, output token ids) of a JSON file: an answer of the server with
+    its receipt, or a receipt alone; ids that it does not hold are None.
+
+    Raises RequestError if there is no receipt in it, OSError if it cannot be read.
+    """
+    try:
+        record = json.loads(Path(path).read_bytes(), object_pairs_hook=unique)
+        record = {"receipt": record} if "hmac" in record else record
+        found = [record.get(name) for name in ("receipt", "prompt_token_ids", "token_ids")]
+        signature(b"", dict(found[0]))
+        for ids in found[1:]:
+            hash_tokens([] if ids is None else ids[:])  # dicts have no slices
+        return found
+    except (ValueError, TypeError, AttributeError, RecursionError, struct.error):
+        raise RequestError(f"{path} is not a JSON file that holds a receipt") from None
+
+
+def unique(pairs):
+    """A JSON object, in which no name may occur twice: readers differ in which one they take."""
+    if len(dict(pairs)) < len(pairs):
+        raise ValueError
+    return dict(pairs)
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(prog="receipts.py", description="Check receipts of Leone.")
+    parser.add_argument("command", choices=["verify"], help="exit 0 if the receipt is valid, "
+                        "1 if it is not, 2 if that cannot be found out")
+    parser.add_argument("file", metavar="FILE", help="a receipt, or an answer that holds one")
+    parser.add_argument("--key", required=True, metavar="FILE", help="the server's --receipt-key")
+    args = parser.parse_args(argv)
+    try:
+        key = load_key(args.key, create=False)
+        receipt, prompt, output = read(args.file)
+    except RequestError as error:
+        print(f"receipts: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"receipts: {error.filename}: {error.strerror}; check the path", file=sys.stderr)
+        return 2
+    try:
+        verify(key, receipt)
+        check_tokens(receipt, prompt, output)
+    except RequestError as error:
+        print(f"not valid: {error}")
+        return 1
+    covered = "with these token ids" if prompt and output else "the file holds no token ids"
+    print(f"valid: {receipt['id']}, {receipt['completion_tokens']} tokens, {covered}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

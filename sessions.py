@@ -1,0 +1,295 @@
+"""Sessions: conversations whose KV outlives a request, in memory or in a folder.
+
+Between its requests an idle session holds its tokens and their pages. When others need the memory,
+the least recently used is hibernated: written to the store and freed; without a store it is only
+freed, and its next request computes it again. Whatever was hibernated survives a restart.
+
+A file of the store, NAME.kv, integers little-endian:
+
+    bytes 0-7    b"LEONE KV"
+    bytes 8-11   format version, 1
+    bytes 12-15  bytes of the header
+    then         the header: JSON, padded with spaces to a multiple of ALIGNMENT with the 48 before
+                 it; key (what must be equal for the bits to be valid here), root, count of tokens,
+                 and for each blob its name, bytes and SHA-256
+    then         SHA-256 of all bytes before it
+    then         the blobs, in order, each padded with zeros to a multiple of ALIGNMENT, hashed with
+                 the padding: tokens (int32), kv (pages as the backend keeps them)
+
+It is written under another name, synced, renamed and its folder synced: a file is whole or not
+there. Every byte is under a hash, and a file that is damaged or of another model is an error.
+"""
+import hashlib
+import json
+import os
+import re
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from errors import LeoneError, RequestError
+from kv import PAGE
+
+MAGIC, VERSION = b"LEONE KV", 1
+ALIGNMENT = 4096
+LARGEST_HEADER = 1 << 16
+NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")
+
+
+@dataclass(eq=False)
+class Session:
+    """One conversation. Its pages hold the KV of `tokens`; a request that runs has taken both."""
+    name: str
+    tokens: list = field(default_factory=list)
+    pages: list = field(default_factory=list)
+    root: str = ""  # of the tokens, see kv.PrefixCache
+    request: object = None  # whose turn it is: waiting or running
+    used: float = field(default_factory=time.time)  # seconds since 1970
+    filed: int | None = None  # tokens in its file
+    changed: bool = True  # since the file was written
+
+    def take(self):
+        """(tokens, pages), which are the caller's now."""
+        taken = self.tokens, self.pages
+        self.tokens, self.pages = [], []
+        return taken
+
+
+class Sessions:
+    """All sessions of an engine. Only claim() may be called by any thread."""
+
+    def __init__(self, engine, folder):
+        """folder: the store, made if it is not there, or None. Raises RequestError."""
+        self.engine, self.folder, self.known = engine, folder and Path(folder), {}
+        if not self.folder:
+            return
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for path in self.folder.glob(".*.kv.part"):  # of a write that was cut short
+                path.unlink()
+            for path in sorted(self.folder.glob("*.kv")):
+                if NAME.fullmatch(path.stem):
+                    self.known[path.stem] = Session(path.stem, used=path.stat().st_mtime, filed=0)
+        except OSError as error:
+            raise RequestError(f"the session store {folder} cannot be used: {error.strerror}; "
+                               "choose a folder that can be written") from None
+
+    # ---- the engine's side -------------------------------------------------------------------
+
+    def claim(self, name, request):
+        """Let `request` be the session's next turn. Raises RequestError if it has one already."""
+        check_name(name)
+        session = self.known.setdefault(name, Session(name))
+        if session.request is not None:
+            raise busy(name)
+        session.request = request
+
+    def open(self, name):
+        """The session with its pages in memory, or None while there is no room for them."""
+        session = self.known[name]
+        if session.filed is not None and not session.tokens:
+            header, data_at = self.read_header(session)
+            if not self.engine.make_room(-(-header["tokens"] // PAGE)):
+                return None
+            self.restore(session, header, data_at)
+        return session
+
+    def keep(self, request, tokens, pages):
+        """Give the session of an ended request what it computed."""
+        session = self.known[request.session]
+        session.request, session.used = None, time.time()
+        if not request.error:  # after an error the file, if any, is what it was
+            session.tokens, session.pages, session.root = tokens, pages, request.root
+            session.changed = True
+
+    def park(self):
+        """Free the pages of the idle session that was used least recently. False if there is none.
+        """
+        idle = [s for s in self.known.values() if s.pages and s.request is None]
+        if not idle:
+            return False
+        session = min(idle, key=lambda s: s.used)
+        if self.folder:
+            try:
+                self.hibernate(session.name)
+                return True
+            except LeoneError:  # a full disk must not stop those who wait for memory
+                session.filed = None
+        self.engine.pool.give(session.take()[1])
+        return True
+
+    @property
+    def resident(self):
+        """How many idle sessions hold pages."""
+        return sum(bool(s.pages) for s in list(self.known.values()))
+
+    @property
+    def stored(self):
+        return sum(s.filed is not None for s in list(self.known.values()))
+
+    def close(self):
+        """Hibernate every idle session, where there is a store."""
+        for session in list(self.known.values()):
+            if self.folder and session.pages and session.request is None:
+                self.hibernate(session.name)
+
+    # ---- what users ask for ------------------------------------------------------------------
+
+    def list(self):
+        """One dict per session: name, state, tokens, pages, last_used (seconds since 1970)."""
+        with self.engine.lock:
+            known = list(self.known.values())
+        states = (("active", "resident", "stored", "empty")[
+            0 if s.request else 1 if s.pages else 2 if s.filed is not None else 3] for s in known)
+        return [{"name": s.name, "state": state, "tokens": len(s.tokens) or s.filed or 0,
+                 "pages": len(s.pages), "last_used": s.used} for s, state in zip(known, states)]
+
+    def find(self, name):
+        """The idle session of this name. Raises RequestError."""
+        check_name(name)
+        session = self.known.get(name)
+        if session is None:
+            raise RequestError(f'there is no session "{name}"; GET /v1/sessions lists them',
+                               status=404, code="session_not_found", param="session")
+        if session.request is not None:
+            raise busy(name)
+        return session
+
+    def fork(self, name, new_name):
+        """A second session that begins as the first one is now; both share its pages."""
+        source = self.find(name)
+        check_name(new_name)
+        if new_name in self.known:
+            raise RequestError(f'there is a session "{new_name}" already; delete it first or '
+                               "choose another name", status=409, code="session_exists")
+        if self.open(name) is None:
+            raise self.engine.overloaded(-(-source.filed // PAGE))
+        self.engine.pool.share(source.pages)
+        self.known[new_name] = Session(new_name, source.tokens, list(source.pages), source.root)
+
+    def delete(self, name):
+        session = self.find(name)
+        self.engine.pool.give(session.take()[1])
+        if session.filed is not None:
+            self.path(session).unlink(missing_ok=True)
+        del self.known[name]
+
+    def hibernate(self, name):
+        """Write an idle session to the store and free its pages. Raises RequestError."""
+        session = self.find(name)
+        if self.folder is None:
+            raise RequestError("this server has no session store; start it with --session-store")
+        if session.tokens and session.changed:
+            self.write(session)
+        self.engine.pool.give(session.take()[1])
+
+    # ---- files -------------------------------------------------------------------------------
+
+    def path(self, session):
+        return self.folder / f"{session.name}.kv"
+
+    def key(self):
+        """What decides the bits of KV beside tokens and root."""
+        engine = self.engine
+        return {"model_sha256": engine.model_hash.result(), "kv": engine.kv.format,
+                "backend": engine.ops.name, "architecture": engine.ops.architecture,
+                "kernels": engine.ops.fingerprint}
+
+    def write(self, session):
+        engine = self.engine
+        blobs = {"tokens": np.asarray(session.tokens, "<i4"),
+                 "kv": engine.ops.save_pages(engine.kv, session.pages)}
+        blobs = {name: aligned(array.tobytes()) for name, array in blobs.items()}
+        header = {"key": self.key(), "root": session.root, "tokens": len(session.tokens), "blobs": [
+            {"name": name, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+            for name, data in blobs.items()]}
+        text = json.dumps(header).encode()
+        text += b" " * (-(len(text) + 48) % ALIGNMENT)
+        head = MAGIC + np.array([VERSION, len(text)], "<u4").tobytes() + text
+        path = self.path(session)
+        part = path.with_name(f".{path.name}.part")
+        try:
+            with open(part, "wb") as file:
+                for data in (head, hashlib.sha256(head).digest(), *blobs.values()):
+                    file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(part, path)
+            folder = os.open(self.folder, os.O_RDONLY)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
+        except OSError as error:
+            part.unlink(missing_ok=True)
+            raise RequestError(f"session {session.name} cannot be stored: {error.strerror}; make "
+                               "room in the session store", status=507) from None
+        session.filed, session.changed = len(session.tokens), False
+
+    def read_header(self, session):
+        """(header, place of the first blob) of the session's file. Raises RequestError."""
+        try:
+            with open(self.path(session), "rb") as file:
+                head = file.read(16)
+                version, length = np.frombuffer(head[8:16], "<u4").tolist()
+                if head[:8] != MAGIC or length > LARGEST_HEADER:
+                    raise ValueError
+                head += file.read(length)
+                if hashlib.sha256(head).digest() != file.read(32):
+                    raise ValueError
+                header = json.loads(head[16:])
+                size = 48 + length + sum(blob["bytes"] for blob in header["blobs"])
+                if size != os.fstat(file.fileno()).st_size:
+                    raise ValueError
+        except (OSError, ValueError):
+            raise damaged(session.name) from None
+        if version != VERSION:
+            header["key"] = {}
+        for name, value in self.key().items():
+            if header["key"].get(name) != value:
+                raise RequestError(
+                    f"the file of session {session.name} was made with another {name}: "
+                    f"{header['key'].get(name)}, here {value}; delete the session to start again",
+                    status=409, code="session_foreign", param="session")
+        return header, 48 + length
+
+    def restore(self, session, header, at):
+        """Read tokens and KV into pages, for which there is room. Raises RequestError."""
+        blobs = {}
+        try:
+            with open(self.path(session), "rb") as file:
+                file.seek(at)
+                for blob in header["blobs"]:
+                    data = file.read(blob["bytes"])
+                    if hashlib.sha256(data).hexdigest() != blob["sha256"]:
+                        raise damaged(session.name)
+                    blobs[blob["name"]] = data
+        except OSError:
+            raise damaged(session.name) from None
+        engine, count = self.engine, header["tokens"]
+        session.pages = engine.pool.take(-(-count // PAGE))
+        engine.ops.load_pages(engine.kv, session.pages, np.frombuffer(blobs["kv"], np.uint8))
+        session.tokens = np.frombuffer(blobs["tokens"], "<i4")[:count].tolist()
+        session.root, session.changed = header["root"], False
+
+
+def check_name(name):
+    if not isinstance(name, str) or not NAME.fullmatch(name):
+        raise RequestError("a session name has 1 to 64 letters, digits, dots, - or _, and does not "
+                           "begin with a dot", param="session")
+
+
+def busy(name):
+    return RequestError(f'session "{name}" is answering another request; wait for its end, or fork '
+                        "it", status=409, code="session_busy", param="session")
+
+
+def damaged(name):
+    return RequestError(f"the file of session {name} is damaged; delete the session to start again",
+                        status=409, code="session_damaged", param="session")
+
+
+def aligned(data):
+    return data + bytes(-len(data) % ALIGNMENT)

@@ -1,0 +1,313 @@
+"""What stays after a request: known prefixes, sessions in memory and in the store."""
+import errno
+import hashlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import leone
+from errors import RequestError
+from kv import PAGE, PagePool, PrefixCache, common_prefix
+from models import BACKENDS, engine, quantised
+
+GREEDY = leone.Sampling(temperature=0)
+LONG = bool(os.environ.get("LEONE_TEST_LONG"))
+rng = np.random.default_rng(5)
+
+
+def random_ids(count):
+    return rng.integers(1, 500, count).tolist()
+
+
+def turn(e, ids, session=None, n=9, **options):
+    request = e.submit(ids, GREEDY, n, ignore_eos=True, session=session, **options)
+    while e.step():
+        pass
+    if request.error:
+        raise request.error
+    assert e.pool.free_count + e.prefixes.unused + len(
+        {p for s in e.sessions.known.values() for p in s.pages if not e.prefixes.cached[p]}
+    ) + sum(e.prefixes.cached & (e.pool.holders > 1)) == e.pool.n_pages
+    return request
+
+
+def conversation(e, session, turns, start=(), n=9):
+    """Random user turns; checks that each token is computed once. Returns all ids."""
+    ids = list(start)
+    for i in range(turns):
+        new = random_ids(int(rng.integers(1, 90)))
+        request = turn(e, ids + new, session, n)
+        if ids:  # all but the last token of the last answer, which was never fed
+            assert request.cached_tokens == len(ids) - 1
+        ids += new + request.tokens
+    return ids
+
+
+def alone(e, ids, n=9):
+    """What a request gives that knows nothing of the past."""
+    request = turn(e, ids, None, n, salt=str(rng.integers(1 << 40)))
+    assert request.cached_tokens == 0
+    return request.tokens
+
+
+def test_common_prefix():
+    assert common_prefix([], [1]) == 0
+    assert common_prefix([1, 2], [1, 2, 3]) == 2
+    assert common_prefix([1, 2, 4], [1, 2, 3]) == 2
+    assert common_prefix([5], [6]) == 0
+
+
+def test_prefix_cache_shares_counts_and_evicts():
+    pool = PagePool(6)
+    cache = PrefixCache(pool)
+    ids = random_ids(3 * PAGE + 5)
+    pages = pool.take(4)
+    cache.add(ids, pages, "0 ")
+    pool.give(pages)
+    assert pool.free_count == 3 and cache.unused == 3  # the partial page went back
+    assert cache.find(ids, "1 ") == [] and cache.find(ids[1:], "0 ") == []
+    other = ids[:2 * PAGE] + random_ids(PAGE)
+    assert cache.find(other, "0 ") == pages[:2]
+    assert cache.unused == 1
+    assert not cache.make_room(5) and pool.free_count == 3  # two are in use: nothing is dropped
+    assert cache.make_room(4) and pool.free_count == 4
+    pool.give(pages[:2])
+    assert cache.find(ids, "0 ") == pages[:2]  # the end of the prefix went first
+    pool.give(pages[:2])
+    assert cache.make_room(6) and not cache.entries and pool.free_count == 6
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kv", ["f16", "q8"])
+def test_known_prefix_changes_no_bit(backend, kv):
+    with engine(quantised("qwen3"), backend, kv=kv, max_rows=4) as e:
+        ids = random_ids(150)
+        first = turn(e, ids)
+        again = turn(e, ids)
+        assert again.cached_tokens == 2 * PAGE and again.tokens == first.tokens
+        assert again.logprobs == first.logprobs
+        longer = ids + first.tokens + random_ids(70)
+        assert turn(e, longer).tokens == alone(e, longer)
+        assert turn(e, ids, salt="x").cached_tokens == 0
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_session_computes_each_token_once(backend, tmp_path):
+    """Ten turns; hibernated and restarted in between. Each answer is that of a fresh request."""
+    path = quantised("llama3")
+    with engine(path, backend, max_rows=4, session_store=tmp_path) as e:
+        ids = conversation(e, "talk", 4)
+        e.sessions.hibernate("talk")
+        [listed] = e.sessions.list()
+        assert listed["state"] == "stored" and listed["pages"] == 0
+        assert listed["tokens"] == len(ids) - 1
+        ids = conversation(e, "talk", 3, ids)
+    with engine(path, backend, max_rows=4, session_store=tmp_path) as e:
+        ids = conversation(e, "talk", 3, ids, n=2)
+        assert turn(e, ids + [7], "talk").tokens == alone(e, ids + [7])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("stored", [False, True])
+def test_fork_gives_two_independent_conversations(backend, stored, tmp_path):
+    with engine(quantised("qwen25"), backend, max_rows=4, session_store=tmp_path) as e:
+        ids = conversation(e, "a", 2)
+        if stored:
+            e.sessions.hibernate("a")
+        e.sessions.fork("a", "b")
+        mine, other = random_ids(20), random_ids(30)
+        a = e.submit(ids + mine, GREEDY, 20, ignore_eos=True, session="a")
+        b = e.submit(ids + other, GREEDY, 20, ignore_eos=True, session="b")
+        while e.step():
+            pass
+        assert a.cached_tokens == b.cached_tokens == len(ids) - 1
+        assert a.tokens == alone(e, ids + mine, 20)
+        assert b.tokens == alone(e, ids + other, 20)
+
+
+def test_going_back_in_a_conversation_keeps_what_is_common():
+    with engine(quantised("llama3"), "cpu", max_rows=4) as e:
+        ids = conversation(e, "s", 3)
+        back = ids[:100] + random_ids(40)
+        request = turn(e, back, "s")
+        assert request.cached_tokens == 100 and request.tokens == alone(e, back)
+        assert turn(e, ids, "s").cached_tokens >= PAGE
+
+
+def test_cancelled_turn_keeps_what_was_computed():
+    with engine(quantised("llama3"), "cpu", max_rows=4, prefill_chunk=64) as e:
+        ids = random_ids(300)
+        request = e.submit(ids, GREEDY, 20, session="s")
+        e.step()
+        e.step()
+        request.cancel()
+        while e.step():
+            pass
+        assert request.finish_reason == "cancelled"
+        again = turn(e, ids, "s")
+        assert again.cached_tokens == 128 and again.tokens == alone(e, ids)
+
+
+def test_a_session_has_one_request_at_a_time():
+    with engine(quantised("llama3"), "cpu", max_rows=4) as e:
+        e.submit([1, 2], GREEDY, 5, session="s")
+        for act in (lambda: e.submit([1], GREEDY, 5, session="s"),
+                    lambda: e.sessions.fork("s", "t"), lambda: e.sessions.delete("s")):
+            with pytest.raises(RequestError) as caught:
+                act()
+            assert caught.value.status == 409 and caught.value.code == "session_busy"
+        while e.step():
+            pass
+        e.sessions.delete("s")
+        for name, code in (("s", "session_not_found"), ("../s", "invalid_request"),
+                           ("a" * 65, "invalid_request"), (".s", "invalid_request")):
+            with pytest.raises(RequestError) as caught:
+                e.sessions.delete(name)
+            assert caught.value.code == code
+        assert e.pool.free_count + e.prefixes.unused == e.pool.n_pages
+
+
+@pytest.mark.parametrize("store", [False, True])
+def test_idle_sessions_make_room(store, tmp_path):
+    """Pages of idle sessions serve others when they are short: 6 sessions of 8 pages in 32."""
+    folder = tmp_path if store else None
+    with engine(quantised("llama3"), "cpu", max_rows=4, sessions=16, session_store=folder) as e:
+        talks = {}
+        for name in "abcdef":
+            talks[name] = random_ids(480)
+            talks[name] += turn(e, talks[name], name).tokens
+        states = {s["name"]: s["state"] for s in e.sessions.list()}
+        assert states["a"] == ("stored" if store else "empty") and states["f"] == "resident"
+        for name, ids in talks.items():
+            request = turn(e, ids + [9], name, n=2)
+            assert not store or request.cached_tokens == len(ids) - 1
+            assert request.tokens == alone(e, ids + [9], 2)
+
+
+def test_sessions_in_memory_are_bounded(tmp_path):
+    with engine(quantised("llama3"), "cpu", max_rows=2, session_store=tmp_path) as e:
+        for name in "abcd":
+            turn(e, random_ids(20), name)
+            assert e.sessions.resident <= 2
+        assert e.sessions.stored == 2
+
+
+@pytest.mark.parametrize("salt", ["", "other"])
+def test_sessions_of_another_salt_or_rope_set_are_not_used(salt):
+    with engine(quantised("phi3-longrope"), "cpu", max_rows=2) as e:
+        ids = random_ids(80)
+        turn(e, ids, "s")
+        n = e.cfg.rope_long_from if not salt else 9  # a long answer takes the other RoPE factors
+        request = e.submit(ids, GREEDY, n, session="s", salt=salt)
+        for _ in range(4):
+            e.step()
+        assert request.rope_set == (not salt) and request.cached_tokens == 0
+        request.cancel()
+        e.step()
+
+
+def test_every_flipped_byte_is_found(tmp_path):
+    with engine(quantised("llama3"), "cpu", max_rows=2, session_store=tmp_path) as e:
+        ids = conversation(e, "s", 1)
+        e.sessions.hibernate("s")
+        path = tmp_path / "s.kv"
+        whole = path.read_bytes()
+        places = range(0, len(whole), 1 if LONG else 997)
+        for at in [*places, 0, 8, 12, 16, 4095, 4096, len(whole) - 1]:
+            path.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << at % 8]) + whole[at + 1:])
+            with pytest.raises(RequestError) as caught:
+                turn(e, ids + [3], "s")
+            assert caught.value.status == 409 and caught.value.code == "session_damaged", at
+        for size in (0, 10, 48, 4096, len(whole) - 1):
+            path.write_bytes(whole[:size])
+            with pytest.raises(RequestError):
+                turn(e, ids + [3], "s")
+        path.write_bytes(whole)
+        assert turn(e, ids + [3], "s").cached_tokens == len(ids) - 1
+
+
+@pytest.mark.parametrize("changed", [
+    {"path": quantised("qwen25")}, {"kv": "f32"},
+    pytest.param({"backend": "cuda"}, marks=pytest.mark.gpu)])
+def test_a_foreign_session_is_refused(tmp_path, changed):
+    options = {"path": quantised("llama3"), "backend": "cpu", "session_store": tmp_path}
+    with engine(**options) as e:
+        turn(e, [1, 2, 3], "s")
+    with engine(**{**options, **changed}) as e:
+        with pytest.raises(RequestError) as caught:
+            turn(e, [1, 2, 3], "s")
+        assert caught.value.status == 409 and caught.value.code == "session_foreign"
+        e.sessions.delete("s")
+        turn(e, [1, 2, 3], "s")
+
+
+CHILD = """
+import sys
+sys.path[:0] = sys.argv[1:3]
+import leone
+from models import engine, quantised
+ids = [int(i) for i in sys.argv[4].split(",")]
+e = engine(quantised("llama3"), "cpu", max_rows=2, session_store=sys.argv[3])
+print("ready", flush=True)
+sys.stdin.readline()
+while True:
+    request = e.submit(ids, leone.Sampling(temperature=0), 3, ignore_eos=True, session="s")
+    while e.step(): pass
+    assert request.error is None, request.error
+    ids += request.tokens
+    print(",".join(map(str, ids)), flush=True)
+    e.sessions.hibernate("s")
+"""
+
+
+def test_killed_while_hibernating(tmp_path):
+    """kill -9 at random moments: what is in the store afterwards is whole and continues right."""
+    tests = Path(__file__).resolve().parent
+    ids, random_time = random_ids(100), random.Random(3)
+    for _ in range(50 if LONG else 4):
+        child = subprocess.Popen(
+            [sys.executable, "-c", CHILD, str(tests.parent), str(tests), str(tmp_path),
+             ",".join(map(str, ids))], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert child.stdout.readline() == "ready\n"
+        child.stdin.write("\n")
+        child.stdin.flush()
+        said = child.stdout.readline()
+        time.sleep(random_time.random() * 0.15)
+        child.send_signal(signal.SIGKILL)
+        rest = child.communicate()[0].splitlines()
+        complete = [line for line in [said.strip(), *rest] if line]
+        ids = [int(i) for i in complete[-1].split(",")][:1500]
+        with engine(quantised("llama3"), "cpu", max_rows=2, session_store=tmp_path) as e:
+            if e.sessions.known:
+                request = turn(e, ids + [4], "s", 2)
+                assert request.cached_tokens > 0
+                assert request.tokens == alone(e, ids + [4], 2)
+                e.sessions.known.clear()  # leave the store as the killed one left it
+    assert hashlib.sha256((tmp_path / "s.kv").read_bytes()).hexdigest()
+
+
+def test_an_unusable_store_is_one_line(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RequestError) as caught:
+        engine(quantised("llama3"), "cpu", session_store=tmp_path / "file")
+    assert "session store" in str(caught.value)
+
+
+def test_a_full_store_says_so_and_loses_nothing(tmp_path, monkeypatch):
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    with engine(quantised("llama3"), "cpu", max_rows=2, session_store=tmp_path) as e:
+        ids = conversation(e, "s", 2)
+        monkeypatch.setattr(os, "fsync", full)
+        with pytest.raises(RequestError) as caught:
+            e.sessions.hibernate("s")
+        assert caught.value.status == 507 and not list(tmp_path.iterdir())
+        monkeypatch.undo()
+        assert turn(e, ids + [3], "s").cached_tokens == len(ids) - 1

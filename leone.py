@@ -70,7 +70,7 @@ class Request:
     cached_tokens: int = 0  # prompt tokens whose KV was there already
     # where it stands
     slot: int = -1
-    pages: list = field(default_factory=list)
+    pages: list | None = None  # None until its known prefix was looked up
     draw: object = None  # sampling.ROW record; only its position changes from step to step
     rope_set: int = 0
     read: int = 0  # prompt tokens whose forward pass was launched
@@ -337,7 +337,7 @@ class Engine:
 
         False if it has to wait. Raises RequestError for a session that cannot be restored.
         """
-        if not request.pages and not self.find_prefix(request):
+        if request.pages is None and not self.find_prefix(request):
             return False
         while len(self.active) + self.sessions.resident >= self.max_sessions:
             if not self.sessions.park():
@@ -381,17 +381,18 @@ class Engine:
         """Take slot and pages back from an ended request. What it computed stays known."""
         computed = request.read + max(0, len(request.tokens) - 1)  # the last token was never fed
         ids = [] if request.error else (request.prompt + request.tokens)[:computed]
-        self.prefixes.add(ids, request.pages, request.root)
+        pages = request.pages or []
+        self.prefixes.add(ids, pages, request.root)
         if request.session is not None:
             kept = -(-len(ids) // PAGE)
-            self.sessions.keep(request, ids, request.pages[:kept])
-            request.pages = request.pages[kept:]
-        self.pool.give(request.pages)
+            self.sessions.keep(request, ids, pages[:kept])
+            pages = pages[kept:]
+        self.pool.give(pages)
         if request.slot >= 0:
             self.free_slots.append(request.slot)
             held = time.perf_counter() - request.started
             self.seconds_held += (held - self.seconds_held) * 0.1
-        request.pages, request.slot = [], -1
+            request.slot = -1
 
     # ---- the scheduler -----------------------------------------------------------------------
 

@@ -100,7 +100,7 @@ class Sessions:
         """Give the session of an ended request what it computed."""
         session = self.known[request.session]
         session.request, session.used = None, time.time()
-        if not request.error:  # after an error the file, if any, is what it was
+        if request.pages is not None and not request.error:  # else it is what it was, or its file
             session.tokens, session.pages, session.root = tokens, pages, request.root
             session.changed = True
 

@@ -155,6 +155,20 @@ def test_cancelled_turn_keeps_what_was_computed():
         assert again.cached_tokens == 128 and again.tokens == alone(e, ids)
 
 
+def test_a_turn_cancelled_in_the_queue_leaves_the_session_alone():
+    with engine(quantised("llama3"), "cpu", max_rows=1) as e:
+        ids = conversation(e, "s", 2)
+        other = e.submit([1, 2], GREEDY, 30, ignore_eos=True)
+        e.step()
+        waiting = e.submit(ids + [5], GREEDY, 5, session="s")
+        e.step()
+        waiting.cancel()
+        other.cancel()
+        while e.step():
+            pass
+        assert turn(e, ids + [5], "s").cached_tokens == len(ids) - 1
+
+
 def test_a_session_has_one_request_at_a_time():
     with engine(quantised("llama3"), "cpu", max_rows=4) as e:
         e.submit([1, 2], GREEDY, 5, session="s")

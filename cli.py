@@ -4,55 +4,81 @@ import json
 import os
 import sys
 import time
+from pathlib import Path
 
-import model
-import tools
 from errors import LeoneError, RequestError
-from leone import VERSION, Engine
-from sampling import Sampling
-from tokenizer import Tokenizer
+
+
+def stopped():
+    print("\nstopped", file=sys.stderr)
+    return 130
+
+
+try:  # these take a while
+    import model
+    import tools
+    from leone import VERSION, Engine
+    from sampling import Sampling
+    from tokenizer import Tokenizer
+except KeyboardInterrupt:
+    sys.exit(stopped())
 
 
 def main(argv=None):
-    args = build_parser().parse_args(argv)
+    """Run the command that `argv` names; returns the exit code."""
+    sys.stdout, sys.stderr = (s or open(os.devnull, "w") for s in (sys.stdout, sys.stderr))
+    sys.stdout.reconfigure(errors="replace")  # what the terminal cannot spell becomes "?"
     try:
-        return args.run(args) or 0
+        try:
+            args = build_parser().parse_args(argv)
+            return args.run(args) or 0
+        finally:
+            sys.stdout.flush()
     except KeyboardInterrupt:
-        print("\nstopped", file=sys.stderr)
-        return 130
-    except BrokenPipeError:  # the reader of our output went away
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
+        return stopped()
     except LeoneError as error:
-        print(f"leone: {error}", file=sys.stderr)
+        message = str(error)
     except MemoryError:
-        print("leone: out of memory; use a smaller model, a shorter --ctx or --kv q8",
-              file=sys.stderr)
+        message = "out of memory; use a smaller model, a shorter --ctx or --kv q8"
     except OSError as error:
-        print(f"leone: {error.filename or 'file'}: {error.strerror}; check the path",
-              file=sys.stderr)
+        message = f"{error.filename}: {error.strerror}; check the path"
+        if error.filename is None:  # from stdout, which shall not fail again when Python ends
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            message = f"cannot write the output: {error.strerror}"
+        if isinstance(error, BrokenPipeError):  # the reader of our output went away
+            return 141
+    print(f"leone: {tools.printable(message)}", file=sys.stderr)
     return 2
 
 
+class Parser(argparse.ArgumentParser):
+    def error(self, message):
+        self.exit(2, f"{self.prog}: error: {tools.printable(message)}; see {self.prog} --help\n")
+
+
+ENGINE = {
+    "--backend": dict(choices=("auto", "cuda", "cpu"), default="auto",
+                      help="auto: CUDA where there is a usable card (default)"),
+    "--kv": dict(choices=("f32", "f16", "q8"), default="f16",
+                 help="format of the KV cache (default f16)"),
+    "--ctx": dict(type=int, metavar="N", help="tokens of KV cache in all (default: what fits)"),
+    "--prefill-chunk": dict(type=int, default=512, metavar="N",
+                            help="prompt tokens of one step (default 512)"),
+}
+
+
 def build_parser():
-    parser = argparse.ArgumentParser(
-        prog="leone.py", description="Run any GGUF model: the same bits whatever the load.")
+    parser = Parser(prog="leone.py", description="Run a language model from a GGUF file: the same "
+                                                 "bits whatever the load.")
     parser.add_argument("--version", action="version", version=f"leone {VERSION}")
     commands = parser.add_subparsers(metavar="command", required=True)
 
-    def command(name, run, summary, engine=True):
+    def command(name, run, summary, *options):
         sub = commands.add_parser(name, help=summary, description=summary)
         sub.set_defaults(run=run)
         sub.add_argument("-m", "--model", required=True, metavar="FILE", help="GGUF file")
-        if engine:
-            sub.add_argument("--backend", choices=("auto", "cuda", "cpu"), default="auto",
-                             help="auto: CUDA where there is a usable card (default)")
-            sub.add_argument("--kv", choices=("f32", "f16", "q8"), default="f16",
-                             help="format of the KV cache (default f16)")
-            sub.add_argument("--ctx", type=int, metavar="N",
-                             help="tokens of KV cache in all (default: what fits)")
-            sub.add_argument("--prefill-chunk", type=int, default=512, metavar="N",
-                             help="prompt tokens of one step (default 512)")
+        for option in options:
+            sub.add_argument(option, **ENGINE[option])
         return sub
 
     def prompt(sub):
@@ -61,7 +87,8 @@ def build_parser():
         source.add_argument("-f", "--file", metavar="FILE",
                             help="read the text from FILE, - for stdin")
 
-    sub = command("generate", run_generate, "Continue a prompt, or answer it with --chat.")
+    sub = command("generate", run_generate, "Continue a prompt, or answer it with --chat.",
+                  *ENGINE)
     prompt(sub)
     sub.add_argument("-n", "--max-tokens", type=int, default=256, metavar="N",
                      help="most tokens to generate (default 256)")
@@ -81,35 +108,34 @@ def build_parser():
     sub.add_argument("--ignore-eos", action="store_true", help="go on after the end of the answer")
     sub.add_argument("--json", action="store_true", help="print one JSON object")
 
-    sub = command("tokenize", run_tokenize, "Show the token ids of a text.", engine=False)
+    sub = command("tokenize", run_tokenize, "Show the token ids of a text.")
     prompt(sub)
     sub.add_argument("--special", action="store_true", help="read control tokens in the text")
     sub.add_argument("--json", action="store_true", help="print one JSON object")
 
-    sub = command("doctor", run_doctor, "Report on a model file, the card and the build.",
-                  engine=False)
+    sub = command("doctor", run_doctor, "Report on a model file, the card and the build.")
     sub.add_argument("--json", action="store_true", help="print one JSON object")
 
-    sub = command("bench", run_bench, "Measure decode and prefill speed.")
+    sub = command("bench", run_bench, "Measure decode and prefill speed.", *ENGINE)
     sub.add_argument("--rows", default="1,8", metavar="N,N", help="sequences at once (default 1,8)")
     sub.add_argument("--profile", action="store_true", help="time each op")
     sub.add_argument("--json", action="store_true", help="print one JSON object")
 
-    sub = command("perplexity", run_perplexity, "Perplexity of a text in windows.")
-    sub.add_argument("-f", "--file", required=True, metavar="FILE")
+    sub = command("perplexity", run_perplexity, "Perplexity of a text in windows.", *ENGINE)
+    sub.add_argument("-f", "--file", required=True, metavar="FILE",
+                     help="read the text from FILE, - for stdin")
     sub.add_argument("-c", "--window", type=int, default=512, metavar="N",
                      help="tokens of a window (default 512)")
     sub.add_argument("--json", action="store_true", help="print one JSON object")
 
-    sub = command("diff", run_diff, "Run a prompt on both backends and compare every buffer.")
+    sub = command("diff", run_diff, "Run a prompt on both backends and compare every buffer.",
+                  "--kv")
     prompt(sub)
 
     sub = command("replay", run_replay, "Run again what a receipt describes, and compare.",
-                  engine=False)
+                  "--backend")
     sub.add_argument("receipt", metavar="RECEIPT.json", help="a saved answer with its receipt")
     sub.add_argument("--key", metavar="FILE", help="check the signature with this key")
-    sub.add_argument("--backend", choices=("auto", "cuda", "cpu"), default="auto",
-                     help="auto: CUDA where there is a usable card (default)")
     return parser
 
 
@@ -120,27 +146,29 @@ def open_engine(args, **options):
 
 
 def show_progress(done, total):
-    end = "\r" if done < total else "\r\033[K"
-    print(f"loading {done / 1e9:.1f} of {total / 1e9:.1f} GB", end=end, file=sys.stderr, flush=True)
+    unit, name = (1e9, "GB") if total >= 1e9 else (1e6, "MB")
+    print(f"loading {done / unit:.1f} of {total / unit:.1f} {name}",
+          end="\r" if done < total else "\r\033[K", file=sys.stderr, flush=True)
 
 
 def read_text(args):
-    if args.prompt is not None:
-        text = args.prompt
-    elif args.file == "-":
-        text = sys.stdin.read()
-    else:
-        text = read_file(args.file)
+    if args.prompt is None:
+        return read_file(args.file)
     # bytes of the command line that are not UTF-8 arrive as lone surrogates
-    return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+    return args.prompt.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
 def read_file(path):
-    with open(path, encoding="utf-8", errors="replace", newline="") as file:
-        return file.read()
+    if path != "-":
+        return Path(path).read_bytes().decode("utf-8", "replace")
+    if sys.stdin is None:
+        raise RequestError("standard input is closed; name a file with -f")
+    return sys.stdin.buffer.read().decode("utf-8", "replace")
 
 
 def run_generate(args):
+    if args.system is not None and not args.chat:
+        raise RequestError("--system is for --chat; add --chat or put the text into the prompt")
     text = read_text(args)
     sampling = Sampling(
         temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, min_p=args.min_p,
@@ -155,32 +183,38 @@ def run_generate(args):
         else:
             ids = engine.tokenize(text)
         request = engine.submit(ids, sampling, args.max_tokens, args.ignore_eos)
+        shown, busy = 0, True
         try:
-            while engine.step():
-                show_answer(request, len(ids), args.json)
-            show_answer(request, len(ids), args.json)
+            while busy:
+                shown = show_answer(request, shown, args.json)
+                busy = engine.step()
         except KeyboardInterrupt:
-            request.finish_reason = "cancelled"
-            request.finished = time.perf_counter()
+            if request.finish_reason is None:
+                engine.finish(request, "cancelled")
+        show_answer(request, shown, args.json)
         if request.error:
             raise request.error
         report(args, engine, request, loaded - began)
         return 130 if request.finish_reason == "cancelled" else 0
 
 
-def show_answer(request, prompt_tokens, quiet):
-    """Print what is new of the answer; before it, on a terminal, how much of the prompt is read."""
-    if not request.tokens and request.read < prompt_tokens and sys.stderr.isatty():
-        print(f"reading {request.read} of {prompt_tokens} tokens", end="\r\033[K", file=sys.stderr)
-    while request.events:
-        text = request.events.popleft().text
-        if not quiet:
-            print(text, end="", flush=True)
+def show_answer(request, shown, quiet):
+    """Print the answer from character `shown` on; returns how many characters are out.
+
+    Before the first of them, a terminal shows how much of the prompt is read.
+    """
+    if not shown and sys.stderr.isatty():
+        read, length = request.read, len(request.prompt)
+        print(f"reading {read} of {length} tokens" if read < length else "\033[K", end="\r",
+              file=sys.stderr, flush=True)
+    if not quiet:
+        print(request.text[shown:], end="", flush=True)
+    return len(request.text)
 
 
 def report(args, engine, request, load_seconds):
-    tokens = len(request.tokens)
-    prefill = max(request.first_token - request.submitted, 0.0)
+    tokens, length = len(request.tokens), len(request.prompt)
+    prefill = (request.first_token or request.finished) - request.submitted
     decode = request.finished - request.first_token if tokens else 0.0
     rate = (tokens - 1) / decode if tokens > 1 and decode > 0 else 0.0
     gigabytes = rate * engine.bytes_per_token / 1e9
@@ -194,7 +228,8 @@ def report(args, engine, request, load_seconds):
                       "backend": engine.ops.name, "kv": engine.kv.format}}))
     else:
         print()
-        print(f"[{len(request.prompt)} prompt tokens in {prefill:.2f} s, {tokens} tokens, "
+        read = length if request.read == length else f"{request.read} of {length}"
+        print(f"[{read} prompt tokens in {prefill:.2f} s, {tokens} tokens, "
               f"{rate:.1f} tok/s, {gigabytes:.1f} GB/s of weights, {engine.ops.name}, "
               f"{request.finish_reason}]", file=sys.stderr)
 
@@ -214,8 +249,11 @@ def run_doctor(args):
 
 
 def run_bench(args):
-    rows = [int(n) for n in args.rows.split(",") if n.strip().isdigit() and int(n)]
-    if not rows:
+    try:
+        rows = [int(n) for n in args.rows.split(",")]
+    except ValueError:
+        rows = [0]
+    if min(rows) < 1:
         raise RequestError(f'--rows is "{args.rows}"; give numbers such as 1,8,64')
     with open_engine(args, max_rows=max(rows)) as engine:
         tools.bench(engine, rows, profile=args.profile, as_json=args.json)

@@ -11,7 +11,7 @@ import device
 import model
 import receipts
 import reference
-from errors import ModelError, RequestError
+from errors import DeviceError, ModelError, RequestError
 from kv import PAGE, Batch
 from leone import Engine
 from sampling import Sampling
@@ -19,8 +19,6 @@ from tokenizer import Tokenizer
 
 # ---- doctor: what a model is and what this machine can do with it --------------------------------
 
-# Matrices of these types stay as they are on the GPU; all others are expanded to F16 there.
-CUDA_FORMATS = {"Q4_K", "Q5_K", "Q6_K", "Q8_0", "Q4_0", "Q4_1", "F16", "BF16"}
 KV_FORMATS = "f32", "f16", "q8"
 CUDA_OVERHEAD = 512 << 20  # bytes for the CUDA context and the scratch buffers of a step
 
@@ -65,6 +63,7 @@ def examine(path):
         "layers": gguf.value(f"{family}.block_count", int, None),
         "context": gguf.value(f"{family}.context_length", int, None),
         "formats": formats,
+        "cuda_problem": cuda_problem(cfg),
         "kv": describe_kv(cfg, on_card, sum(entry["gpu_bytes"] for entry in formats)),
         "gpu": on_card,
         "gpu_problem": None if on_card else card,
@@ -85,16 +84,26 @@ def count_formats(tensors):
         elif not model.can_dequantise(tensor.type):
             cuda, cpu = "not supported", "not supported"
         else:
-            cuda = "own kernel" if kind in CUDA_FORMATS else "expanded to F16"
+            cuda = ("as it is" if kind in device.PACKINGS else
+                    "stored as F16" if kind in device.REPACKED_AS_F16 else "expanded to F16")
             cpu = "as it is" if kind == "F32" else "expanded to F32"
         entry = formats.setdefault((is_vector, kind), {
             "type": kind, "used_for": "vectors" if is_vector else "matrices",
             "tensors": 0, "bytes": 0, "gpu_bytes": 0, "cuda": cuda, "cpu": cpu})
         entry["tensors"] += 1
         entry["bytes"] += tensor.data.nbytes
-        entry["gpu_bytes"] += (2 * math.prod(tensor.shape) if cuda == "expanded to F16"
+        entry["gpu_bytes"] += (2 * math.prod(tensor.shape) if cuda.endswith("F16")
                                else tensor.data.nbytes)
     return sorted(formats.values(), key=lambda entry: -entry["bytes"])
+
+
+def cuda_problem(cfg, kv_format="f16"):
+    """Why the CUDA kernels have no attention for this model, or None."""
+    if cfg and cfg.n_heads // cfg.n_kv_heads > device.ATTENTION_ROWS:
+        return f"{cfg.n_heads} query heads share {cfg.n_kv_heads} KV heads: use --backend cpu"
+    if cfg and cfg.head_dim not in (device.ATTENTION_BLOCKS if kv_format != "f32" else
+                                    range(32, 257, 32)):
+        return f"no kernel for heads of {cfg.head_dim} values: use --backend cpu"
 
 
 def describe_kv(cfg, card, weight_bytes):
@@ -105,7 +114,7 @@ def describe_kv(cfg, card, weight_bytes):
     for kv_format in KV_FORMATS:
         per_token = cfg.kv_bytes_per_token(kv_format)
         fits = None
-        if card:
+        if card and not cuda_problem(cfg, kv_format):
             room = max(0, card["free_bytes"] - weight_bytes - CUDA_OVERHEAD)
             fits = room // (per_token * PAGE) * PAGE
         described[kv_format] = {"bytes_per_token": per_token,
@@ -154,7 +163,7 @@ def table(report):
     yield row("gpu", f"none: {report['gpu_problem']}" if card is None else
               f"{card['name']} (sm_{card['arch']}, driver for CUDA {card['driver']}), "
               f"{size(card['free_bytes'])} of {size(card['total_bytes'])} free")
-    yield row("kernels", report["cubin"])
+    yield row("kernels", report["cuda_problem"] or report["cubin"])
     for note in report["notes"]:
         yield row("note", note)
     yield ""
@@ -170,7 +179,8 @@ def table(report):
             whole = " (the whole context)" if fits and fits >= report["context"] else ""
             yield row(kv_format, f"{entry['bytes_per_token']:>19,}"
                       f"{size(entry['context_bytes']):>12}  "
-                      + ("no GPU" if fits is None else f"{fits:,} tokens{whole}"))
+                      + (f"{fits:,} tokens{whole}" if fits is not None else
+                         "not on CUDA" if card else "no GPU"))
 
 
 def tokenizer_line(tokenizer):
@@ -194,8 +204,8 @@ def size(n_bytes):
 
 
 def printable(text):
-    """Text from a file without the control characters that could steer a terminal."""
-    return "".join(char if char.isprintable() else "?" for char in text)
+    """Text in one line, with escapes for control characters, which could steer a terminal."""
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
 
 # ---- bench -----------------------------------------------------------------------------------
@@ -227,7 +237,11 @@ def bench(engine, rows, profile=False, as_json=False):
     roof = engine.ops.measure_bandwidth()
     result = dict(model=engine.cfg.name, backend=engine.ops.name, card=engine.ops.card_name,
                   kv=engine.kv.format, read_bandwidth_gb_per_s=roof, decode=[], prefill=[])
-    longest = engine.page_table.shape[1] * PAGE
+    longest = min(engine.page_table.shape[1] * PAGE - 1, engine.cfg.n_ctx)
+    if max(rows) * engine.pages_for(range(PROMPT), new) > engine.pool.n_pages:
+        raise RequestError(f"{max(rows)} sequences of {PROMPT + new} tokens do not fit at once in "
+                           f"{engine.pool.n_pages * PAGE} tokens of KV cache; use fewer --rows or "
+                           "a larger --ctx")
     for n in rows:
         run(n, PROMPT, 4)  # builds the graphs
         speeds = sorted(n * (new - 1) / run(n, PROMPT, new)[1] for _ in range(repeats))
@@ -237,7 +251,7 @@ def bench(engine, rows, profile=False, as_json=False):
             rows=n, tokens_per_s=speed, slowest=speeds[0], fastest=speeds[-1],
             ms_per_step=1e3 * n / speed, gb_per_s=gigabytes, share=gigabytes / roof))
     for length in PREFILLS:
-        if length + 2 < longest and not (quick and length > 512):
+        if length < longest and not (quick and length > 512):
             run(1, length, 1)
             seconds = sorted(run(1, length, 1)[0] for _ in range(repeats))[repeats // 2]
             result["prefill"].append(dict(tokens=length, tokens_per_s=length / seconds,
@@ -272,7 +286,7 @@ def bench_table(result):
 def profile_ops(engine, rng):
     """{rows: {op: (calls, ms)}} of one eager step of 1 row, and of a full prefill chunk."""
     found = {}
-    for rows in (1, engine.prefill_chunk):
+    for rows in (1, min(engine.prefill_chunk, engine.page_table.shape[1] * PAGE)):
         timed = TimedOps(engine.ops)
         engine.make_room(-(-rows // PAGE))
         pages = engine.pool.take(-(-rows // PAGE))
@@ -334,6 +348,9 @@ def perplexity(engine, text, window, as_json=False):
     for index in range(count):
         part = np.array(ids[index * window:(index + 1) * window])
         logits = engine.logits(part)[window // 2:-1].astype(np.float64)
+        if not np.isfinite(logits).all():
+            raise DeviceError("the logits are not finite: a value left the range of float16; "
+                              "try --kv f32")
         wanted = part[window // 2 + 1:]
         largest = logits.max(axis=-1)
         log_sum = largest + np.log(np.exp(logits - largest[:, None]).sum(axis=-1))

@@ -1,4 +1,5 @@
 """The command line as a person uses it: output, exit codes, one clear line for every mistake."""
+import contextlib
 import json
 import os
 import signal
@@ -9,24 +10,46 @@ from pathlib import Path
 
 import pytest
 
+import cli
+import crafted
+import leone as engine_module
 from models import SMOL, quantised, smol, smol_json
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def leone(*args, stdin=None, cwd=ROOT):
-    return subprocess.run([sys.executable, str(ROOT / "leone.py"), *map(str, args)], cwd=cwd,
-                          input=stdin, capture_output=True, text=True, timeout=120)
+TINY = quantised("llama3")
+HANGS = 600  # seconds after which a command is taken to hang, on a busy machine too
+
+
+def leone(*args, stdin=None, **options):
+    """Run a command to its end. Output is a pipe, text, unless `options` say otherwise."""
+    options = dict(stdout=subprocess.PIPE, text=True) | options
+    return subprocess.run([sys.executable, str(ROOT / "leone.py"), *map(str, args)], cwd=ROOT,
+                          input=stdin, stderr=subprocess.PIPE, timeout=HANGS, **options)
+
+
+@contextlib.contextmanager
+def started(*args, python=()):
+    """A running command that gets SIGINT as in the foreground of a shell; killed at the end."""
+    with subprocess.Popen(
+            [sys.executable, *python, "leone.py", *map(str, args)], cwd=ROOT, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)) as run:
+        try:
+            yield run
+        finally:
+            run.kill()
 
 
 def test_generate_as_text_and_json():
     case = smol_json("greedy.json")["cases"][0]
-    args = "generate", "-m", smol(), "-p", case["prompt"], "-n", 24, "--backend", "cpu"
+    args = "generate", "-m", smol(), "-p", case["prompt"], "-n", 8, "--backend", "cpu"
     text = leone(*args)
     assert text.returncode == 0 and "Paris" in text.stdout
     assert "tok/s" in text.stderr and "GB/s" in text.stderr
     out = json.loads(leone(*args, "--json").stdout)
-    assert out["tokens"] == case["tokens"][:24]
+    assert out["tokens"] == case["tokens"][:8]
     assert out["prompt_tokens"] == case["prompt_tokens"]
     assert out["text"] == text.stdout.removesuffix("\n") and out["finish_reason"] == "length"
     assert {"timings", "model"} <= set(out)
@@ -34,18 +57,18 @@ def test_generate_as_text_and_json():
 
 def test_second_run_answers_quickly():
     smol()
-    began = time.monotonic()
-    run = subprocess.Popen([sys.executable, "leone.py", "generate", "-m", smol(), "-p", "Hi", "-n",
-                            "4", "--backend", "cpu"], cwd=ROOT, stdout=subprocess.PIPE,
-                           stderr=subprocess.DEVNULL)
-    assert run.stdout.read(1)
-    seconds = time.monotonic() - began
-    run.wait(timeout=60)
-    assert seconds < 5 * slowness(), f"{seconds:.1f} s to the first character"
+    for _ in range(3):  # others may take the machine for a while
+        slow, began = slowness(), time.monotonic()
+        with started("generate", "-m", smol(), "-p", "Hi", "-n", 2, "--backend", "cpu") as run:
+            assert run.stdout.read(1)
+            seconds = time.monotonic() - began
+        if seconds < 5 * max(slow, slowness()):
+            return
+    pytest.fail(f"{seconds:.1f} s to the first character")
 
 
 def slowness():
-    """How much slower this machine is at the moment than one core that is free."""
+    """How much slower this machine is at the moment than one whose cores are free."""
     began = time.process_time(), time.perf_counter()
     sum(i * i for i in range(3_000_000))
     return max(1.0, (time.perf_counter() - began[1]) / max(time.process_time() - began[0], 1e-3))
@@ -75,25 +98,35 @@ MISTAKES = [
     ("generate", "-m", "tests", "-p", "x"),
     ("generate", "-m", "README.md", "-p", "x"),
     ("generate", "-m", SMOL, "-p", ""),  # no BOS: there would be no token at all
-    ("generate", "-m", quantised("llama3"), "-p", "x", "-n", "0"),
-    ("generate", "-m", quantised("llama3"), "-p", "x", "-n", "-5"),
-    ("generate", "-m", quantised("llama3"), "-p", "x", "-n", "99999999"),
-    ("generate", "-m", quantised("llama3"), "-p", "x" * 5000),
-    ("generate", "-m", quantised("llama3"), "-p", "x", "--temperature", "nan"),
-    ("generate", "-m", quantised("llama3"), "-p", "x", "--temperature", "-1"),
-    ("generate", "-m", quantised("llama3"), "-p", "x", "--top-p", "7"),
-    ("generate", "-m", quantised("llama3"), "-p", "x", "--seed", "1" + "0" * 30),
-    ("generate", "-m", quantised("llama3"), "-p", "x", "--stop", ""),
-    ("generate", "-m", quantised("llama3"), "-p", "x", "--ctx", "0"),
-    ("generate", "-m", quantised("llama3"), "-p", "x", "--ctx", "-64"),
-    ("generate", "-m", quantised("llama3"), "-p", "x", "--prefill-chunk", "0"),
-    ("generate", "-m", quantised("llama3"), "-f", "no-such-file.txt"),
+    ("generate", "-m", TINY, "-p", "x", "-n", "0"),
+    ("generate", "-m", TINY, "-p", "x", "-n", "-5"),
+    ("generate", "-m", TINY, "-p", "x", "-n", "99999999"),
+    ("generate", "-m", TINY, "-p", "x" * 5000),
+    ("generate", "-m", TINY, "-p", "x", "--temperature", "nan"),
+    ("generate", "-m", TINY, "-p", "x", "--temperature", "-1"),
+    ("generate", "-m", TINY, "-p", "x", "--top-p", "7"),
+    ("generate", "-m", TINY, "-p", "x", "--seed", "1" + "0" * 30),
+    ("generate", "-m", TINY, "-p", "x", "--stop", ""),
+    ("generate", "-m", TINY, "-p", "x", "--ctx", "0"),
+    ("generate", "-m", TINY, "-p", "x", "--ctx", "-64"),
+    ("generate", "-m", TINY, "-p", "x", "--prefill-chunk", "0"),
+    ("generate", "-m", TINY, "-f", "no-such-file.txt"),
     ("generate", "-m", quantised("qwen3moe"), "-p", "x"),
-    ("perplexity", "-m", quantised("llama3"), "-f", "requirements.txt", "-c", "100000"),
-    ("perplexity", "-m", quantised("llama3"), "-f", "requirements.txt", "-c", "0"),
-    ("bench", "-m", quantised("llama3"), "--rows", "x"),
-    ("generate", "-m", quantised("llama3")),
-    ("generate", "-m", quantised("llama3"), "-p", "x", "--kv", "f8"),
+    ("perplexity", "-m", TINY, "-f", "requirements.txt", "-c", "100000"),
+    ("perplexity", "-m", TINY, "-f", "requirements.txt", "-c", "0"),
+    ("bench", "-m", TINY, "--rows", "x"),
+    ("bench", "-m", TINY, "--rows", "²"),
+    ("bench", "-m", TINY, "--rows", "1,foo,-3"),
+    ("bench", "-m", TINY, "--rows", "64", "--ctx", "300"),  # not all of them at once
+    ("generate", "-m", TINY, "-p", "x", "--system", "be brief"),  # without --chat
+    ("generate", "-m", "no such\nfile.gguf", "-p", "x"),
+    ("generate", "-m", TINY, "-p", "x", "no such\noption"),
+    ("generate", "-m", TINY, "-f", "."),
+    ("generate", "-m", TINY),
+    ("diff", "-m", TINY, "-p", "x", "--backend", "cpu"),
+    ("diff", "-m", TINY, "-p", "x", "--ctx", "64"),
+    ("tokenize", "-m", TINY, "-p", "x", "--kv", "q8"),
+    ("generate", "-m", TINY, "-p", "x", "--kv", "f8"),
     ("nonsense",),
     (),
 ]
@@ -105,8 +138,7 @@ def test_mistakes_end_in_one_line(args):
     run = leone(*args, *extra)
     assert run.returncode == 2
     assert "Traceback" not in run.stderr and run.stdout == ""
-    message = run.stderr.strip().splitlines()
-    assert message and (len(message) == 1 or message[0].startswith("usage:")), run.stderr
+    assert len(run.stderr.splitlines()) == 1, run.stderr
 
 
 def test_no_gpu_is_one_line():
@@ -117,12 +149,112 @@ def test_no_gpu_is_one_line():
     assert run.returncode == 2 and len(run.stderr.strip().splitlines()) == 1
 
 
-@pytest.mark.skipif(os.name != "posix", reason="POSIX signals")
+def test_standard_input_is_bytes(tmp_path):
+    data = b"caf\xe9 \xff\xfe\r\n"
+    (tmp_path / "text").write_bytes(data)
+    from_file, from_stdin = (
+        leone("tokenize", "-m", TINY, "--json", "-f", name, stdin=data, text=False)
+        for name in (tmp_path / "text", "-"))
+    assert from_stdin.stderr == b"" and from_stdin.stdout == from_file.stdout
+    closed = leone("tokenize", "-m", TINY, "-f", "-", preexec_fn=lambda: os.close(0))
+    assert closed.returncode == 2 and "standard input is closed" in closed.stderr
+
+
+OUTPUTS = [("--help",), ("tokenize", "-m", TINY, "-p", "x", "--json"),
+           ("generate", "-m", TINY, "-p", "x", "-n", 3, "--backend", "cpu")]
+BUFFERED = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+
+
+@pytest.mark.parametrize("args", OUTPUTS, ids=lambda args: args[0])
+def test_output_that_cannot_be_written(args):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "wb") as nobody_reads:
+        run = leone(*args, stdout=nobody_reads, env=BUFFERED)
+    assert (run.returncode, run.stderr) == (141, "")
+    if os.path.exists("/dev/full"):
+        with open("/dev/full", "wb") as full:
+            run = leone(*args, stdout=full, env=BUFFERED)
+        assert run.returncode == 2
+        assert run.stderr == "leone: cannot write the output: No space left on device\n"
+    assert leone(*args, stdout=None, preexec_fn=lambda: os.close(1)).returncode == 0
+
+
+def test_terminal_without_unicode(tmp_path):
+    metadata, tensors = crafted.tiny_model()
+    path = tmp_path / "tiny.gguf"
+    path.write_bytes(crafted.file_bytes(metadata | {"general.name": "L\u00f6we"}, tensors))
+    run = leone("doctor", "-m", path, env=os.environ | {"PYTHONIOENCODING": "ascii"})
+    assert run.returncode == 0 and "L?we" in run.stdout and run.stderr == ""
+
+
+def test_bench_in_a_small_context():
+    run = leone("bench", "-m", TINY, "--rows", 1, "--ctx", 300, "--profile", "--backend", "cpu",
+                "--json")
+    out = json.loads(run.stdout)
+    assert out["decode"][0]["rows"] == 1 and set(out["ops"]) == {"1", "320"}
+
+
+# ---- Ctrl-C ------------------------------------------------------------------------------------
+
+
 def test_interrupt_stops_cleanly():
-    run = subprocess.Popen([sys.executable, "-u", "leone.py", "generate", "-m", smol(), "-p",
-                            "Once upon a time", "-n", "2000", "--ignore-eos", "--backend", "cpu"],
-                           cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    run.stdout.read(10)
-    run.send_signal(signal.SIGINT)
-    _, errors = run.communicate(timeout=30)
+    with started("generate", "-m", smol(), "-p", "Once upon a time", "-n", 2000, "--ignore-eos",
+                 "--backend", "cpu") as run:
+        run.stdout.read(10)
+        run.send_signal(signal.SIGINT)
+        _, errors = run.communicate(timeout=HANGS)
     assert run.returncode == 130 and "Traceback" not in errors and "tok/s" in errors
+
+
+@pytest.mark.parametrize("module", ["errors", "numpy.version", "numpy", "model"])
+def test_interrupt_while_modules_load(module):
+    with started("tokenize", "-m", TINY, "-f", "/dev/stdin", python=["-X", "importtime"]) as run:
+        lines = iter(run.stderr.readline, "")
+        assert any(line.split("|")[-1].strip() == module for line in lines)
+        run.send_signal(signal.SIGINT)
+        rest = [line for line in lines if not line.startswith("import time:")]
+    assert run.wait() == 130 and rest == ["\n", "stopped\n"]
+
+
+def run_here(monkeypatch, steps, *args):
+    """Run `generate` in this process, with Ctrl-C after so many steps; returns its exit code."""
+    step, calls = engine_module.Engine.step, []
+
+    def interrupted(engine):
+        calls.append(step(engine))
+        if len(calls) == steps:
+            raise KeyboardInterrupt
+        return calls[-1]
+
+    monkeypatch.setattr(engine_module.Engine, "step", interrupted)
+    code = cli.main(["generate", "-m", str(TINY), "--backend", "cpu", "--ignore-eos", *args])
+    monkeypatch.undo()
+    return code
+
+
+def test_interrupt_shows_all_that_was_generated(monkeypatch, capsys):
+    assert run_here(monkeypatch, 0, "-p", "Hello", "-n", "5") == 0
+    whole = capsys.readouterr().out
+    # What may begin a stop string is held back, and shown once no more can come.
+    held = "--stop=" + whole.removesuffix("\n")[-1] + "never"
+    assert run_here(monkeypatch, 5, "-p", "Hello", "-n", "50", held) == 130
+    out, errors = capsys.readouterr()
+    assert out == whole and " 5 tokens, " in errors and errors.endswith("cancelled]\n")
+
+
+def test_interrupt_while_reading(monkeypatch, capsys):
+    assert run_here(monkeypatch, 2, "-p", "x y " * 40, "--prefill-chunk", "16") == 130
+    errors = capsys.readouterr().err
+    assert errors.startswith("[32 of ") and " in 0.00 s, 0 tokens, " not in errors
+
+
+def test_progress_of_reading_stays_until_the_answer(monkeypatch, capsys):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    code = cli.main(["generate", "-m", str(TINY), "--backend", "cpu", "-p", "x y " * 40, "-n", "9",
+                     "--prefill-chunk", "16", "--ignore-eos"])
+    errors = capsys.readouterr().err
+    assert code == 0 and "MB" in errors
+    reading = errors[errors.index("reading 0 of "):]
+    assert "reading 16 of " in reading and "reading 32 of " in reading
+    assert "\033" not in reading[:reading.rindex("reading")]  # nothing clears it before the end

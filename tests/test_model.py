@@ -399,10 +399,21 @@ def test_doctor_says_what_becomes_of_each_format(tmp_path):
         "output.weight": np.ones((6, 16), np.float32)})
     formats = {(entry["type"], entry["used_for"]): entry
                for entry in tools.examine(path)["formats"]}
-    assert formats["F16", "matrices"]["cuda"] == "own kernel"
-    assert formats["F32", "matrices"]["cuda"] == "expanded to F16"
+    assert formats["F16", "matrices"]["cuda"] == "as it is"
+    assert formats["F32", "matrices"]["cuda"] == "stored as F16"
     assert formats["F32", "matrices"]["gpu_bytes"] * 2 == formats["F32", "matrices"]["bytes"]
     assert formats["F32", "vectors"]["cuda"] == "as it is"
+
+
+def test_doctor_names_heads_that_cuda_refuses(tmp_path, monkeypatch):
+    card = dict(name="Card", arch=90, driver="13.0", total_bytes=24 << 30, free_bytes=23 << 30)
+    monkeypatch.setattr(device, "probe", lambda: card)
+    report = tools.examine(tiny(tmp_path))
+    assert report["cuda_problem"] == "no kernel for heads of 8 values: use --backend cpu"
+    assert {entry["fits_tokens"] for entry in report["kv"].values()} == {None}
+    text = "\n".join(tools.table(report))
+    assert report["cuda_problem"] in text and text.count("not on CUDA") == 3
+    assert tools.examine(golden("qwen3"))["cuda_problem"] is None
 
 
 def test_doctor_notes(tmp_path):

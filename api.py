@@ -182,7 +182,7 @@ class Order:
             names = {"reasoning_effort": effort, **names}
         ids = server.engine.chat_tokens(
             chat.prepare_messages(self.body.get("messages"), self.style), tools=self.tools,
-            known=server.spoken_in(self.session), **names)
+            known=server.engine.sessions.answers(self.session), **names)
         end = server.engine.tokenizer.decode(ids[-64:], special=True)
         self.in_reasoning = chat.starts_in_reasoning(end)
         return [ids]

@@ -56,7 +56,7 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {tools.printable(message)}; see {self.prog} --help\n")
 
 
-ENGINE = {
+OPTIONS = {  # that several commands have
     "--backend": dict(choices=("auto", "cuda", "cpu"), default="auto",
                       help="auto: CUDA where there is a usable card (default)"),
     "--kv": dict(choices=("f32", "f16", "q8"), default="f16",
@@ -64,6 +64,7 @@ ENGINE = {
     "--ctx": dict(type=int, metavar="N", help="tokens of KV cache in all (default: what fits)"),
     "--prefill-chunk": dict(type=int, default=512, metavar="N",
                             help="prompt tokens of one step (default 512)"),
+    "--json": dict(action="store_true", help="print one JSON object"),
 }
 
 
@@ -78,7 +79,7 @@ def build_parser():
         sub.set_defaults(run=run)
         sub.add_argument("-m", "--model", required=True, metavar="FILE", help="GGUF file")
         for option in options:
-            sub.add_argument(option, **ENGINE[option])
+            sub.add_argument(option, **OPTIONS[option])
         return sub
 
     def prompt(sub):
@@ -88,7 +89,7 @@ def build_parser():
                             help="read the text from FILE, - for stdin")
 
     sub = command("generate", run_generate, "Continue a prompt, or answer it with --chat.",
-                  *ENGINE)
+                  *OPTIONS)
     prompt(sub)
     sub.add_argument("-n", "--max-tokens", type=int, default=256, metavar="N",
                      help="most tokens to generate (default 256)")
@@ -106,34 +107,31 @@ def build_parser():
     sub.add_argument("--stop", action="append", default=[], metavar="TEXT",
                      help="stop before this text; may be given several times")
     sub.add_argument("--ignore-eos", action="store_true", help="go on after the end of the answer")
-    sub.add_argument("--json", action="store_true", help="print one JSON object")
 
-    sub = command("tokenize", run_tokenize, "Show the token ids of a text.")
+    sub = command("tokenize", run_tokenize, "Show the token ids of a text.", "--json")
     prompt(sub)
     sub.add_argument("--special", action="store_true", help="read control tokens in the text")
-    sub.add_argument("--json", action="store_true", help="print one JSON object")
 
-    sub = command("doctor", run_doctor, "Report on a model file, the card and the build.")
-    sub.add_argument("--json", action="store_true", help="print one JSON object")
+    command("doctor", lambda args: tools.doctor(args.model, args.json),
+            "Report on a model file, the card and the build.", "--json")
 
-    sub = command("bench", run_bench, "Measure decode and prefill speed.", *ENGINE)
+    sub = command("bench", run_bench, "Measure decode and prefill speed.", *OPTIONS)
     sub.add_argument("--rows", default="1,8", metavar="N,N", help="sequences at once (default 1,8)")
     sub.add_argument("--profile", action="store_true", help="time each op")
-    sub.add_argument("--json", action="store_true", help="print one JSON object")
 
-    sub = command("perplexity", run_perplexity, "Perplexity of a text in windows.", *ENGINE)
+    sub = command("perplexity", run_perplexity, "Perplexity of a text in windows.", *OPTIONS)
     sub.add_argument("-f", "--file", required=True, metavar="FILE",
                      help="read the text from FILE, - for stdin")
     sub.add_argument("-c", "--window", type=int, default=512, metavar="N",
                      help="tokens of a window (default 512)")
-    sub.add_argument("--json", action="store_true", help="print one JSON object")
 
-    sub = command("diff", run_diff, "Run a prompt on both backends and compare every buffer.",
-                  "--kv")
+    sub = command("diff", lambda args: tools.diff(args.model, read_text(args), args.kv),
+                  "Run a prompt on both backends and compare every buffer.", "--kv")
     prompt(sub)
 
-    sub = command("replay", run_replay, "Run again what a receipt describes, and compare.",
-                  "--backend")
+    sub = command(
+        "replay", lambda args: tools.replay(args.receipt, args.model, args.key, args.backend),
+        "Run again what a receipt describes, and compare.", "--backend")
     sub.add_argument("receipt", metavar="RECEIPT.json", help="a saved answer with its receipt")
     sub.add_argument("--key", metavar="FILE", help="check the signature with this key")
     return parser
@@ -244,10 +242,6 @@ def run_tokenize(args):
             print(f"{token:7d}  {tokenizer.token_bytes(token, special=True)!r}")
 
 
-def run_doctor(args):
-    return tools.doctor(args.model, as_json=args.json)
-
-
 def run_bench(args):
     try:
         rows = [int(n) for n in args.rows.split(",")]
@@ -262,11 +256,3 @@ def run_bench(args):
 def run_perplexity(args):
     with open_engine(args, max_rows=1) as engine:
         tools.perplexity(engine, read_file(args.file), args.window, as_json=args.json)
-
-
-def run_diff(args):
-    return tools.diff(args.model, read_text(args), args.kv)
-
-
-def run_replay(args):
-    return tools.replay(args.receipt, args.model, args.key, args.backend)

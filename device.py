@@ -122,7 +122,7 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Activations:
-    """Input of a matrix product: f16 rows, padded with zeros to a multiple of 64 columns.
+    """Input of a matrix product: f16 rows in the order of unpack_rows, columns padded with zeros.
 
     `scale` is f32 [rows], a power of two that multiplies the row afterwards, or None for 1.
     """
@@ -143,16 +143,28 @@ class DeviceBatch:
     tiles: Buffer
     page_table: Buffer
     rows: int
+    tile_rows: int  # of the largest tile
 
 
 def padded(n, multiple):
     return -(-n // multiple) * multiple
 
 
+def chunks_of(cols):
+    """Chunks of 64 columns in a packed row: two at a time share their scales."""
+    return padded(cols, 128) // 64
+
+
+def unpack_rows(x):
+    """[rows, cols] from rows in the order in which the lanes of linear read them: [8 rows][chunk]
+    [2][lane 4 row + t][8 columns], where lane t has 32 columns of two chunks, from 32t on."""
+    return x.reshape(len(x) // 8, -1, 2, 2, 8, 4, 8).transpose(0, 4, 1, 5, 2, 3, 6).reshape(x.shape)
+
+
 # ---- how weights and KV pages lie in memory ----------------------------------------------------
 
 REPACKED_AS_F16 = ("F16", "BF16", "F32")  # the file formats that PACKINGS does not name
-TILE_ROWS, CHUNK, PART_CHUNKS = 16, 64, 4
+TILE_ROWS, PART_CHUNKS = 16, 4
 STACK = 4  # row blocks that one launch of linear takes
 STAGING_BYTES = 32 << 20
 KV_FORMATS = {"f32": 0, "f16": 1, "q8": 2}  # as kernels.cu counts them
@@ -160,7 +172,8 @@ Q8_BLOCK = 32  # values along head_dim that share an f16 scale
 # Head sizes of the tensor-core attention kernels, and how many of their blocks a multiprocessor
 # holds.
 ATTENTION_BLOCKS = {64: 4, 96: 4, 128: 4, 256: 3}
-ATTENTION_ROWS = 16  # (token, query head) pairs of one attention tile
+ATTENTION_ROWS = 16  # (token, query head) pairs of one attention tile; twice that in a wide one
+WIDEST_HEAD = 128  # for which there are wide tiles
 SEGMENT = 256  # positions under one running softmax
 PARTS_LIMIT = 1 << 28  # bytes of scratch for segments that wait to be merged
 ROW_THREADS = 1024  # of the kernels that hold a row in a block
@@ -208,7 +221,6 @@ class BlockShape:
 SOME_ROWS, MANY_ROWS = BlockShape(1, 4, 4, 2, 2), BlockShape(2, 8, 8, 1, 2)
 FEW_WARPS = 8
 FEW_ROWS = 8  # of a step whose kernels are launched early
-FEW_BLOCKS = 2  # of linear_few_8 and linear_few_16 on a multiprocessor
 
 
 @dataclass(frozen=True)
@@ -230,7 +242,7 @@ class Matrix:
 
     @property
     def chunks(self):
-        return -(-self.cols // CHUNK)
+        return chunks_of(self.cols)
 
 
 @dataclass(frozen=True)
@@ -312,6 +324,7 @@ class Device:
             raise DeviceError("this machine has no NVIDIA driver; use --backend cpu") from None
         self.card = call("cuDeviceGet", 0)
         self.arch, self.card_name = architecture(self.card), card_name(self.card)
+        self.architecture = f"sm_{self.arch}"
         self.multiprocessors = attribute(self.card, "MULTIPROCESSOR_COUNT")
         self.context = call("cuDevicePrimaryCtxRetain", self.card)
         call("cuCtxSetCurrent", self.context)
@@ -446,13 +459,18 @@ class Device:
     def download(self, buffer):
         """The contents of a Buffer or of Activations as a NumPy array; waits for the stream."""
         if isinstance(buffer, Activations):
-            values = self.download(buffer.data)[:, :buffer.cols].astype(np.float32)
+            values = unpack_rows(self.download(buffer.data))[:buffer.rows, :buffer.cols].astype(
+                np.float32)
             return values if buffer.scale is None else values * self.download(buffer.scale)[:, None]
         array = np.empty(buffer.shape, buffer.dtype)
         if array.nbytes:
             call("cuMemcpyDtoHAsync", array.ctypes.data, buffer.ptr, array.nbytes, self.stream)
             self.synchronize()
         return array
+
+    def download_row(self, buffer, row):
+        cols = buffer.shape[1]
+        return self.download(buffer.view((cols,), offset=row * cols * buffer.dtype.itemsize))
 
     def synchronize(self):
         call("cuStreamSynchronize", self.stream)
@@ -477,7 +495,7 @@ class Device:
                 runs.append([name, [tensor], tensor.shape[0]])
         blocks, row = [], 0
         for name, members, block_rows in runs:
-            tile_bytes = PACKINGS[name].tile_bytes(-(-cols // CHUNK))
+            tile_bytes = PACKINGS[name].tile_bytes(chunks_of(cols))
             packed = self.alloc(-(-block_rows // TILE_ROWS) * tile_bytes, "weights")
             blocks.append(RowBlock(packed, name, block_rows))
             first = 0
@@ -545,7 +563,7 @@ class Device:
         if group > ATTENTION_ROWS:
             raise DeviceError(f"the CUDA kernels share a KV head among at most {ATTENTION_ROWS} "
                               f"query heads, this model among {group}: use --backend cpu")
-        return ATTENTION_ROWS // group
+        return ATTENTION_ROWS * (2 if cfg.head_dim <= WIDEST_HEAD else 1) // group
 
     # ---- steps: upload, run, fetch -----------------------------------------------------------
 
@@ -570,7 +588,7 @@ class Device:
         starts = np.cumsum([0] + [4 * len(f) for f in fields]).tolist()
         parts = [block.view((len(f),), offset=at) for f, at in zip(fields, starts)]
         tiles = parts.pop().view(batch.tiles.shape)
-        return DeviceBatch(*parts, tiles, table, len(batch.tokens))
+        return DeviceBatch(*parts, tiles, table, len(batch.tokens), max(batch.tiles[:, 1]))
 
     def upload_draws(self, draws):
         """sampling.ROW records [rows], one per row of logits, in a fixed buffer."""
@@ -633,7 +651,7 @@ class Device:
         """Bytes that a weight tensor takes on the card."""
         rows, cols = tensor.shape
         packing = PACKINGS.get(tensor.type.name, PACKINGS["F16"])
-        return -(-rows // TILE_ROWS) * packing.tile_bytes(-(-cols // CHUNK))
+        return -(-rows // TILE_ROWS) * packing.tile_bytes(chunks_of(cols))
 
     def free_memory(self):
         """Bytes that the driver can still give."""
@@ -675,7 +693,7 @@ class Device:
 
     def activations(self, name, rows, cols):
         """Scratch for a GEMM input with a scale per row."""
-        data = self.buffer(name, (rows, padded(cols, 64)), np.float16)
+        data = self.buffer(name, (padded(rows, 8), padded(cols, 128)), np.float16)
         return Activations(data, self.buffer(f"{name}_scale", (rows,), np.float32), rows, cols)
 
     def embed(self, table, batch):
@@ -727,8 +745,10 @@ class Device:
         """Kernel, grid, threads, thread blocks per row block and bytes of shared memory of a
         product with `rows` rows of x."""
         if rows <= 16:
-            shares = few_shares(blocks, FEW_BLOCKS * self.multiprocessors)
-            name = "linear_few_8" if rows <= 8 else "linear_few_16"
+            name, room = "linear_few_8" if rows <= 8 else "linear_few_16", 2 * self.multiprocessors
+            if rows <= 8 and sum(-(-b.rows // TILE_ROWS) for b in blocks) > room:
+                name, room = "linear_few_8_three", 3 * self.multiprocessors
+            shares = few_shares(blocks, room)
             return name, (sum(shares), 1, 1), 32 * FEW_WARPS, shares, 0
         name, shape = "linear_some", SOME_ROWS
         if rows > 32 and (-(-rows // 64) * sum(MANY_ROWS.shares(blocks)) >=
@@ -786,15 +806,17 @@ class Device:
             return x
         # Weights add up to one and V is f16: the result needs no row scale. The columns that pad
         # it are never written: scratch starts as zeros, and each width has its own.
-        out = self.buffer(f"attention_{cols}", (rows, padded(cols, 64)), np.float16)
+        out = self.buffer(f"attention_{cols}", (padded(rows, 8), padded(cols, 128)), np.float16)
         segments = -(-max_pages * PAGE // SEGMENT)
         splits = self.attention_splits(cfg, batch.tiles.shape[0], segments, 4 * rows * cols)
         parts = (None, None) if splits == 1 else (
             self.buffer("attention_values", (rows, cols * segments), np.float32),
             self.buffer("attention_states", (rows, heads * segments, 2), np.float32))
-        self.launch(f"attention_{kv.format}_{dim}", (batch.tiles.shape[0], cfg.n_kv_heads, splits),
-                    128, (q, out, *parts, kv.data, batch.page_table, batch.tiles, layer, kv.n_pages,
-                          max_pages, segments, heads, cfg.n_kv_heads, out.shape[1], scale))
+        wide = "_wide" if batch.tile_rows * heads > ATTENTION_ROWS * cfg.n_kv_heads else ""
+        self.launch(f"attention_{kv.format}_{dim}{wide}",
+                    (batch.tiles.shape[0], cfg.n_kv_heads, splits), 128,
+                    (q, out, *parts, kv.data, batch.page_table, batch.tiles, layer, kv.n_pages,
+                     max_pages, segments, heads, cfg.n_kv_heads, out.shape[1], scale))
         if splits > 1:
             self.launch("attention_merge", (rows, heads, 1), dim,
                         (*parts, out, batch.positions, batch.slots, segments, out.shape[1]))
@@ -839,3 +861,20 @@ class Device:
         nbytes = kv.nbytes // (kv.n_pages * kv.n_layers)
         self.launch("copy_page", (-(-nbytes // 4096), kv.n_layers, 1), 256,
                     (kv.data, kv.n_pages, nbytes, source, target))
+
+    def save_pages(self, kv, pages):
+        """The contents of `pages` in all layers as bytes, for load_pages of the same backend."""
+        return np.concatenate([self.download(block) for block in page_blocks(kv, pages)])
+
+    def load_pages(self, kv, pages, data):
+        at = 0
+        for block in page_blocks(kv, pages):
+            self.write(block, data[at:at + block.nbytes])
+            at += block.nbytes
+
+
+def page_blocks(kv, pages):
+    """The piece of KV storage of each of `pages` in each layer, as byte Buffers."""
+    size = kv.nbytes // (kv.n_pages * kv.n_layers)
+    return [kv.data.view((size,), np.uint8, (layer * kv.n_pages + page) * size)
+            for page in pages for layer in range(kv.n_layers)]

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Leone: any GGUF model on one GPU, the same bits whatever the load.
+"""Leone: GGUF models on one GPU, the same bits whatever the load.
 
     leone.py       this file: the engine         cli.py       the command line
     model.py       GGUF file -> Config + weights; one forward pass for every family
@@ -14,9 +14,14 @@ An Engine owns one model and one device. Requests are submitted to it, and every
 runs one forward pass over rows of many requests: all that are decoding, then chunks of prompts
 that are being read.
 """
+import sys
+
+if __name__ == "__main__":  # before the other imports, so that Ctrl-C stops those cleanly, too
+    import cli
+    sys.exit(cli.main())
+
 import functools
 import operator
-import sys
 import threading
 import time
 from collections import Counter, deque
@@ -307,7 +312,7 @@ class Engine:
         try:
             ids = [] if isinstance(ids, (str, bytes)) else [operator.index(i) for i in ids]
         except TypeError:
-            raise RequestError("a prompt is a text or a list of token ids", param="prompt") from None
+            raise RequestError("the prompt must be text or token ids", param="prompt") from None
         if not ids:
             raise RequestError("the prompt is empty; give at least one token", param="prompt")
         if min(ids) < 0 or max(ids) >= self.cfg.n_vocab:
@@ -647,8 +652,3 @@ def open_backend(name):
             return device.Device()
     import reference
     return reference.Reference()
-
-
-if __name__ == "__main__":
-    import cli
-    sys.exit(cli.main())

@@ -202,7 +202,8 @@ def map_file(path):
         with open(path, "rb") as file:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except (OSError, ValueError) as error:
-        raise ModelError(f"cannot open {str(path)!r}: {getattr(error, 'strerror', error)}") from error
+        problem = getattr(error, "strerror", error)
+        raise ModelError(f"cannot open {str(path)!r}: {problem}") from error
 
 
 def read_file(path):

@@ -52,7 +52,6 @@ BURST = 16  # tokens that one sequence sends before the others have their turn
 KEEPALIVE_S = 15  # a stream that is silent for so long gets a comment
 STUCK_S = 60  # /health fails when no step has ended for so long while work waits
 LINGER_S = 2  # how long a refused client may take to read why
-REMEMBERED = 1024  # answers whose tokens are kept for the next turn of their session
 SWITCH_S = 5e-4  # how long a thread may keep the interpreter while others want it
 
 
@@ -333,7 +332,6 @@ class Server(socketserver.ThreadingTCPServer):
         self.deadlines = {}  # open connection -> when its request must be there
         self.refused = deque()  # (when to close it, connection)
         self.counts, self.count_lock = Counter(), threading.Lock()  # of (route, HTTP status)
-        self.spoken = {}  # (session, answer) -> the tokens that were sampled for it, oldest first
         ip = ipaddress.ip_address(address[0])
         self.loopback = ip.is_loopback
         self.address_family = socket.AF_INET6 if ip.version == 6 else socket.AF_INET
@@ -503,13 +501,7 @@ class Server(socketserver.ThreadingTCPServer):
         ids = [id for id in request.tokens if id not in engine.tokenizer.eos_ids]
         if request.session and text and engine.detokenize(ids) == text:
             for said in text, text.strip():  # some templates strip it
-                self.spoken[request.session, said] = ids
-            while len(self.spoken) > REMEMBERED:
-                self.spoken.pop(next(iter(self.spoken)), None)
-
-    def spoken_in(self, session):
-        """{text: token ids} of the answers given in a session."""
-        return {text: ids for (name, text), ids in list(self.spoken.items()) if name == session}
+                engine.sessions.answers(request.session)[said] = ids
 
     # ---- what it says of itself ------------------------------------------------------------
 
@@ -784,8 +776,6 @@ class Handler(BaseHTTPRequestHandler):
     def fork_session(self, body, name):
         to = parse_json(body).get("to")
         self.server.on_engine(lambda engine: engine.sessions.fork(name, to))
-        for text, ids in self.server.spoken_in(name).items():
-            self.server.spoken[to, text] = ids
         self.send(200, {"object": "session", "name": to})
 
     def change_session(self, change, name):

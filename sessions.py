@@ -9,12 +9,12 @@ A file of the store, NAME.kv, integers little-endian:
     bytes 0-7    b"LEONE KV"
     bytes 8-11   format version, 1
     bytes 12-15  bytes of the header
-    then         the header: JSON, padded with spaces to a multiple of ALIGNMENT with the 48 before
-                 it; key (what must be equal for the bits to be valid here), root, count of tokens,
-                 and for each blob its name, bytes and SHA-256
+    then         the header: JSON, padded with spaces so that the first blob is aligned; key (what
+                 must be equal for the bits to be valid here), root, tokens, answers, and for each
+                 blob its name, bytes and SHA-256
     then         SHA-256 of all bytes before it
-    then         the blobs, in order, each padded with zeros to a multiple of ALIGNMENT, hashed with
-                 the padding: tokens (int32), kv (pages as the backend keeps them)
+    then         the blobs, each padded with zeros to a multiple of ALIGNMENT and hashed with that:
+                 kv, the pages as the backend keeps them
 
 It is written under another name, synced, renamed and its folder synced: a file is whole or not
 there. Every byte is under a hash, and a file that is damaged or of another model is an error.
@@ -34,7 +34,7 @@ from kv import PAGE
 
 MAGIC, VERSION = b"LEONE KV", 1
 ALIGNMENT = 4096
-LARGEST_HEADER = 1 << 16
+LARGEST_HEADER = 1 << 28  # 20,000 tokens take 140 kB
 NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")
 
 
@@ -45,6 +45,7 @@ class Session:
     tokens: list = field(default_factory=list)
     pages: list = field(default_factory=list)
     root: str = ""  # of the tokens, see kv.PrefixCache
+    answers: dict | None = None  # text -> the tokens sampled for it; None until the file was read
     request: object = None  # whose turn it is: waiting or running
     used: float = field(default_factory=time.time)  # seconds since 1970
     filed: int | None = None  # tokens in its file
@@ -58,7 +59,7 @@ class Session:
 
 
 class Sessions:
-    """All sessions of an engine. Only claim() may be called by any thread."""
+    """All sessions of an engine. Any thread may call claim() and answers(), its own all others."""
 
     def __init__(self, engine, folder):
         """folder: the store, made if it is not there, or None. Raises RequestError."""
@@ -90,10 +91,10 @@ class Sessions:
         """The session with its pages in memory, or None while there is no room for them."""
         session = self.known[name]
         if session.filed is not None and not session.tokens:
-            header, data_at = self.read_header(session)
-            if not self.engine.make_room(-(-header["tokens"] // PAGE)):
+            header, at = self.read_header(session)
+            if not self.engine.make_room(-(-len(header["tokens"]) // PAGE)):
                 return None
-            self.restore(session, header, data_at)
+            self.restore(session, header, at)
         return session
 
     def keep(self, request, tokens, pages):
@@ -135,6 +136,19 @@ class Sessions:
             if self.folder and session.pages and session.request is None:
                 self.hibernate(session.name)
 
+    def answers(self, name):
+        """{text: ids} of the answers that were sampled in a session, to which a caller may add.
+
+        The tokenizer might make other ids of the same text. Any thread may call it.
+        """
+        session = self.known.get(name)
+        if session is None:
+            return {}
+        if session.answers is None:
+            filed = session.filed is not None
+            session.answers = self.read_header(session)[0]["answers"] if filed else {}
+        return session.answers
+
     # ---- what users ask for ------------------------------------------------------------------
 
     def list(self):
@@ -167,7 +181,8 @@ class Sessions:
         if self.open(name) is None:
             raise self.engine.overloaded(-(-source.filed // PAGE))
         self.engine.pool.share(source.pages)
-        self.known[new_name] = Session(new_name, source.tokens, list(source.pages), source.root)
+        self.known[new_name] = Session(new_name, source.tokens, list(source.pages), source.root,
+                                       dict(self.answers(name)))
 
     def delete(self, name):
         session = self.find(name)
@@ -199,12 +214,12 @@ class Sessions:
 
     def write(self, session):
         engine = self.engine
-        blobs = {"tokens": np.asarray(session.tokens, "<i4"),
-                 "kv": engine.ops.save_pages(engine.kv, session.pages)}
-        blobs = {name: aligned(array.tobytes()) for name, array in blobs.items()}
-        header = {"key": self.key(), "root": session.root, "tokens": len(session.tokens), "blobs": [
-            {"name": name, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-            for name, data in blobs.items()]}
+        blobs = {"kv": engine.ops.save_pages(engine.kv, session.pages).tobytes()}
+        blobs = {name: data + bytes(-len(data) % ALIGNMENT) for name, data in blobs.items()}
+        header = {"key": self.key(), "root": session.root, "tokens": session.tokens,
+                  "answers": dict(self.answers(session.name)), "blobs": [
+                      {"name": name, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+                      for name, data in blobs.items()]}
         text = json.dumps(header).encode()
         text += b" " * (-(len(text) + 48) % ALIGNMENT)
         head = MAGIC + np.array([VERSION, len(text)], "<u4").tobytes() + text
@@ -256,7 +271,7 @@ class Sessions:
         return header, 48 + length
 
     def restore(self, session, header, at):
-        """Read tokens and KV into pages, for which there is room. Raises RequestError."""
+        """Bring tokens and KV back into memory, where there is room. Raises RequestError."""
         blobs = {}
         try:
             with open(self.path(session), "rb") as file:
@@ -268,11 +283,9 @@ class Sessions:
                     blobs[blob["name"]] = data
         except OSError:
             raise damaged(session.name) from None
-        engine, count = self.engine, header["tokens"]
-        session.pages = engine.pool.take(-(-count // PAGE))
+        engine, session.tokens, session.root = self.engine, header["tokens"], header["root"]
+        session.pages, session.changed = engine.pool.take(-(-len(session.tokens) // PAGE)), False
         engine.ops.load_pages(engine.kv, session.pages, np.frombuffer(blobs["kv"], np.uint8))
-        session.tokens = np.frombuffer(blobs["tokens"], "<i4")[:count].tolist()
-        session.root, session.changed = header["root"], False
 
 
 def check_name(name):
@@ -289,7 +302,3 @@ def busy(name):
 def damaged(name):
     return RequestError(f"the file of session {name} is damaged; delete the session to start again",
                         status=409, code="session_damaged", param="session")
-
-
-def aligned(data):
-    return data + bytes(-len(data) % ALIGNMENT)

@@ -367,9 +367,10 @@ def perplexity(engine, text, window, as_json=False):
 
 # ---- diff ------------------------------------------------------------------------------------
 
-# Of the buffer's largest value: f16 inputs, summed over the layers before; a value of a q8 block
-# may round to its neighbour, 1/127 away.
-DIFF_TOLERANCE = {"f32": 1e-2, "f16": 1e-2, "q8": 6e-2}
+# Of the buffer's largest value: f16 inputs, summed over the layers before; with q8 a value may
+# round to its neighbour, 1/127 of its block's largest away. Measured on eight models, 9 and 200
+# tokens: at most 8.9e-3, and 3.0e-2 for q8 (after attention over rounded K and V).
+DIFF_TOLERANCE = {"f32": 1e-2, "f16": 1e-2, "q8": 4e-2}
 
 
 def diff(path, text, kv_format):

@@ -34,7 +34,7 @@ def started(*args, python=()):
     """A running command that gets SIGINT as in the foreground of a shell; killed at the end."""
     with subprocess.Popen(
             [sys.executable, *python, "leone.py", *map(str, args)], cwd=ROOT, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)) as run:
         try:
             yield run

@@ -47,6 +47,11 @@ def heads_config(head_dim, group, n_kv_heads, rope_dim=None, neox=True, n_layers
         rope_sets=(tuple(short), tuple(short / 3)), rope_magnitude=1.19)
 
 
+def raw_rows(device, x):
+    """The f16 values of Activations [rows, padded cols], without their scale."""
+    return device_module.unpack_rows(device.download(x.data))[:x.rows]
+
+
 def device_bytes(pages):
     """A reference.Pages as the bytes of the device's storage: [layers, pages, heads, 2, bytes]."""
     blocks = pages.data.shape[:4]
@@ -114,16 +119,16 @@ def test_rmsnorm(device, cols):
     for picked in (None, rows):
         x = device.rmsnorm(handle, weight, 1e-5,
                            None if picked is None else device.upload(picked, "test"))
-        raw, scale = device.download(x.data), device.download(x.scale)
+        raw, scale = raw_rows(device, x), device.download(x.scale)
         assert not raw[:, cols:].any() and (np.frexp(scale)[0] == 0.5).all()
         want = oracle.rmsnorm(h.astype(np.float64), w.astype(np.float64), 1e-5, picked)
         got = raw[:, :cols].astype(np.float64) * scale[:, None]
         for row in range(len(got)):
             close(got[row], want[row], 1e-3)
-    together = device.download(device.rmsnorm(handle, weight, 1e-5).data)
+    together = raw_rows(device, device.rmsnorm(handle, weight, 1e-5))
     for row in (0, 5, 32):
         alone = device.rmsnorm(handle.view((1, cols), offset=row * cols * 4), weight, 1e-5)
-        assert np.array_equal(device.download(alone.data)[0], together[row])
+        assert np.array_equal(raw_rows(device, alone)[0], together[row])
 
 
 @pytest.mark.gpu
@@ -234,7 +239,7 @@ def test_attention(device, monkeypatch, kv_format, head_dim, group, n_kv_heads):
         for multiprocessors in (1, 10000):  # one split; as many as there are segments
             monkeypatch.setattr(device, "multiprocessors", multiprocessors)
             x = device.attention(uploaded, cfg, layer, kv, device.upload_batch(batch))
-            results.append(device.download(x.data))
+            results.append(raw_rows(device, x))
             got = device.download(x).astype(np.float64)
             for row in range(len(q)):  # long rows average out: each has its own maximum
                 if want[row].any():
@@ -264,7 +269,7 @@ def test_attention_bits(device, monkeypatch, kv_format, head_dim, group):
     def rows_of(spans, queries):
         batch = batch_of(spans, table, tokens)
         x = device.attention(device.upload(queries, "test"), cfg, 0, kv, device.upload_batch(batch))
-        raw = device.download(x.data)
+        raw = raw_rows(device, x)
         return raw if x.scale is None else raw * device.download(x.scale)[:, None]
 
     whole_of = {}  # first row of a stretch -> its bits
@@ -305,13 +310,13 @@ def test_silu_mul(device, cols):
     gate_up[4, cols + 5] = 1e7
     handle = device.upload(gate_up, "test")
     x = device.silu_mul(handle)
-    raw, scale = device.download(x.data), device.download(x.scale)
+    raw, scale = raw_rows(device, x), device.download(x.scale)
     assert not raw[:, cols:].any() and (np.frexp(scale)[0] == 0.5).all()
     want = reference.Reference(np.float64).silu_mul(gate_up.astype(np.float64))
     for row in range(len(raw)):
         close(raw[row, :cols].astype(np.float64) * scale[row], want[row], 1e-3)
     alone = device.silu_mul(handle.view((1, 2 * cols), offset=7 * 2 * cols * 4))
-    assert np.array_equal(device.download(alone.data)[0], raw[7])
+    assert np.array_equal(raw_rows(device, alone)[0], raw[7])
 
 
 @pytest.mark.gpu
@@ -325,23 +330,30 @@ def test_copy_page(device, kv_format):
     assert np.array_equal(got.data, pages.data.astype(got.data.dtype))
     assert pages.scales is None or np.array_equal(got.scales, pages.scales)
 
-FORMATS = "Q4_K", "Q5_K", "Q6_K", "Q8_0", "Q4_0", "Q4_1", "F16", "BF16", "F32", "Q5_0"
+
+# bytes of a block, where its f16 fields lie, values of a block, and the integer that means zero
+BLOCKS = {"Q4_K": (144, (0, 2), 256, 8), "Q5_K": (176, (0, 2), 256, 16),
+          "Q6_K": (210, (208,), 256, 32), "Q8_0": (34, (0,), 32, 128), "Q4_0": (18, (0,), 32, 8),
+          "Q4_1": (20, (0, 2), 32, 0)}
+FORMATS = [*BLOCKS, "F16", "BF16", "F32", "Q5_0"]
 
 
 def random_tensor(rng, kind, rows, cols, name="w"):
-    """A quantised random matrix as it would lie in a file; blocks have scales of many sizes."""
-    kind = GGMLQuantizationType[kind]
-    if kind.name in ("Q4_K", "Q5_K", "Q6_K"):  # gguf cannot quantise these: random blocks
-        size, offset = {"Q4_K": (144, 0), "Q5_K": (176, 0), "Q6_K": (210, 208)}[kind.name]
-        data = rng.integers(0, 256, (rows, cols // 256, size), dtype=np.uint8)
-        scales = 2 if kind.name != "Q6_K" else 1
-        d = (10.0 ** rng.uniform(-4, -2, (rows, cols // 256, scales))).astype(np.float16)
-        data[..., offset:offset + 2 * scales] = d.view(np.uint8)
+    """A matrix as it would lie in a file: any integers, scales over 4 octaves, rows over 12."""
+    octaves = rng.integers(-16, -4, (rows, 1))
+    if kind in BLOCKS:
+        size, fields, values, _ = BLOCKS[kind]
+        data = rng.integers(0, 256, (rows, cols // values, size), dtype=np.uint8)
+        for at in fields:
+            d = (2.0 ** (rng.uniform(-4, 0, data.shape[:2]) + octaves)).astype(np.float16)
+            d *= 1 if kind in ("Q4_K", "Q5_K") else rng.choice(np.float16([-1, 1]), d.shape)
+            data[..., at:at + 2] = d[..., None].view(np.uint8)
     else:
-        values = rng.standard_normal((rows, cols)) * 10.0 ** rng.uniform(-2, 0, (rows, 1))
-        data = quants.quantize(values.astype(np.float32), kind)
-    raw = np.ascontiguousarray(data).reshape(rows, -1).view(np.uint8)
-    return SimpleNamespace(name=name, type=kind, shape=(rows, cols), data=raw.reshape(-1))
+        octaves = octaves + 40 if kind == "BF16" else octaves  # far outside of what f16 holds
+        data = quants.quantize((rng.standard_normal((rows, cols)) * 2.0 ** octaves).astype(
+            np.float32), GGMLQuantizationType[kind])
+    raw = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
+    return SimpleNamespace(name=name, type=GGMLQuantizationType[kind], shape=(rows, cols), data=raw)
 
 
 def weights_of(tensor):
@@ -349,21 +361,78 @@ def weights_of(tensor):
     return quants.dequantize(raw, tensor.type).astype(np.float64)
 
 
+def packed_weights(tensor):
+    """float64 [rows, cols], what the kernels multiply with: f16 times a power of two for each row.
+
+    The arithmetic of repack, decode_scales and dequantise, step by step.
+    """
+    f16 = lambda x: np.asarray(x).astype(np.float16).astype(np.float64)
+    name, (rows, cols) = tensor.type.name, tensor.shape
+
+    def factor(largest):  # brings the largest of a row into [2^14, 2^15)
+        return 2.0 ** (15 - np.frexp(largest.max(axis=1, keepdims=True))[1])
+    if name not in BLOCKS:
+        w = weights_of(tensor)
+        return f16(w * factor(np.abs(w))) / factor(np.abs(w))
+    size, fields, values, zero = BLOCKS[name]
+    raw = tensor.data.reshape(rows, cols // values, size)
+
+    def with_fields(*numbers):  # the weights, were the block's f16 fields these
+        changed = raw.copy()
+        for at, number in zip(fields, numbers):
+            changed[..., at:at + 2] = np.array([number], np.float16).view(np.uint8)
+        return quants.dequantize(changed.reshape(rows, -1), tensor.type).astype(np.float64)
+    d, *low = (np.repeat(raw[..., at:at + 2].copy().view(np.float16)[..., 0].astype(np.float64),
+                         values, axis=1) for at in fields)
+    product = with_fields(1, 0)  # scale of the sub-block times (integer - zero)
+    if name in ("Q4_K", "Q5_K"):
+        six = raw[..., 4:16].astype(int)
+        six = np.concatenate([six[..., :4] & 63, six[..., 8:] & 15 | six[..., :4] >> 6 << 4], -1)
+        six = np.repeat(six.reshape(rows, -1), 32, axis=1)
+        scale = factor(63 * np.maximum(np.abs(d) * zero / 8, np.abs(low[0]) / 8))
+        s = f16(d * scale * six)
+        offset = f16(with_fields(0, 1) * low[0] * scale / 8 + s * zero / 8)
+        offset = f16(f16(d * scale * six - s) * (zero - 0.5) / 8 + f16(offset - s / 16))
+        integers, offset = product / np.maximum(six, 1) - zero + 0.5, f16(offset * 2.0 ** -17)
+        return f16(integers * 2.0 ** -20 * s + offset) * (2.0 ** 20 / scale)
+    if name == "Q4_1":
+        scale = factor(np.maximum(np.abs(d), np.abs(low[0]) / 32))
+        integers, s, offset = product, f16(d * scale), f16(low[0] * scale * 2.0 ** -24)
+    else:
+        eight = np.ones_like(product)
+        if name == "Q6_K":
+            eight = np.repeat(raw[..., 192:208].copy().view(np.int8).reshape(rows, -1), 16, axis=1)
+        scale = factor((128 if name == "Q6_K" else 1) * np.abs(d))
+        integers, s = product / np.where(eight == 0, 1, eight) + zero, f16(d * scale * eight)
+        offset = f16(s * -zero * 2.0 ** -24)
+    if name != "Q8_0":  # every other pair of integers lies four bits higher, with a scale to match
+        s = np.where(np.arange(cols) // 2 % 2, f16(s * 2.0 ** -4) * 16, s)
+    return f16(integers * s * 2.0 ** -24 + offset) * (2.0 ** 24 / scale)
+
+
+def pack_rows(x):
+    """The inverse of device.unpack_rows; NaN in the rows that fill up the last eight."""
+    tiles = np.full((-(-len(x) // 8) * 8, x.shape[1]), np.nan, np.float16)
+    tiles[:len(x)] = x
+    return tiles.reshape(len(tiles) // 8, 8, -1, 4, 2, 2, 8).transpose(
+        0, 2, 4, 5, 1, 3, 6).reshape(tiles.shape)
+
+
 def random_activations(device, rng, rows, cols):
     """Activations with scales that differ from row to row, and their values in float64."""
-    padded = -(-cols // 64) * 64
+    padded = -(-cols // 128) * 128
     x = np.zeros((rows, padded), np.float16)
     x[:, :cols] = rng.standard_normal((rows, cols)) * 100
     scale = 2.0 ** rng.integers(-12, 6, rows).astype(np.float32)
-    handle = device_module.Activations(device.upload(x, "test"), device.upload(scale, "test"), rows,
-                                       cols)
+    handle = device_module.Activations(device.upload(pack_rows(x), "test"),
+                                       device.upload(scale, "test"), rows, cols)
     return handle, x[:, :cols].astype(np.float64) * scale[:, None]
 
 
 def some_rows(device, x, rows):
     """The first rows of Activations."""
-    return device_module.Activations(x.data.view((rows, x.data.shape[1])), x.scale.view((rows,)),
-                                     rows, x.cols)
+    return device_module.Activations(x.data.view((-(-rows // 8) * 8, x.data.shape[1])),
+                                     x.scale.view((rows,)), rows, x.cols)
 
 
 def check_linear(device, rng, kinds, heights, cols, counts, bias=True):
@@ -377,11 +446,16 @@ def check_linear(device, rng, kinds, heights, cols, counts, bias=True):
     # The size of a usual result; 2e-3 of the largest of many is 8e-3 of a usual one.
     usual = np.outer(np.linalg.norm(values, axis=1), np.linalg.norm(weights, axis=1)) / cols ** 0.5
     usual = usual + np.abs(offset) if bias else usual
+    # With what the packed weights say, only the sums are rounded.
+    packed = np.concatenate([packed_weights(t) for t in tensors])
+    exact = values @ packed.T + (offset if bias else 0)
+    sums = np.abs(values) @ np.abs(packed).T + (np.abs(offset) if bias else 0)
     before = rng.standard_normal(want.shape).astype(np.float32)
     together = None
     for rows in sorted(counts, reverse=True):
         got = device.download(device.linear(some_rows(device, x, rows), w))
         assert (np.abs(got - want[:rows]) <= 8e-3 * usual[:rows]).all()
+        assert (np.abs(got - exact[:rows]) <= 2.0 ** -18 * sums[:rows]).all()
         assert np.linalg.norm(got - want[:rows]) < 1e-3 * np.linalg.norm(want[:rows]), rows
         together = got if together is None else together
         assert np.array_equal(got.view(np.uint32), together[:rows].view(np.uint32)), rows
@@ -422,10 +496,10 @@ def test_linear_add(device):
     x, _ = random_activations(device, rng, 65, 768)
     expected = {}
     for rows in ROW_COUNTS[:10]:
-        data = device.download(x.data)[:rows]
+        data = raw_rows(device, x)[:rows]
         data[1:] = rng.choice(np.array([np.inf, -np.inf, np.nan, 6e4, 0]), (rows - 1, 768))
-        mixed = device_module.Activations(device.upload(data, "test"), x.scale.view((rows,)), rows,
-                                          768)
+        mixed = device_module.Activations(device.upload(pack_rows(data), "test"),
+                                          x.scale.view((rows,)), rows, 768)
         h = device.upload(np.zeros((rows, 272), np.float32), "test")
         device.linear_add(mixed, w, h)
         expected[device.download(h)[0].tobytes()] = rows
@@ -444,12 +518,14 @@ def test_embed_small(device, kind):
                            page_table=device.upload(np.zeros((3, 1), np.int32), "test"))
     device.write(device.last_tokens(step), np.array([1, 2, 77], np.int32))
     got = device.download(device.embed(w, step))
-    want = weights_of(table)[[0, 299, 5, 0, 8, 15, 16, 77, 17]]
+    packed, true = packed_weights(table), weights_of(table)
+    want = packed[[0, 299, 5, 0, 8, 15, 16, 77, 17]]
     want[3] = 0
-    for row in range(len(tokens)):
-        if row != 3:
-            close(got[row], want[row], 1e-3)
-    assert not got[3].any()
+    assert np.array_equal(got, want)
+    # Scale, offset and weight are rounded to f16. The largest block of a row sets its range.
+    error, largest = (x.reshape(300, -1, 32) for x in (np.abs(packed - true), np.abs(true)))
+    largest = largest.max(axis=2, keepdims=True)
+    assert (error <= 1.2e-3 * largest + 2.0 ** -17 * largest.max(axis=1, keepdims=True)).all()
 
 
 test_embed = test_embed_small

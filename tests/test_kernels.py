@@ -489,6 +489,16 @@ def test_linear(device, kinds, heights, cols):
 
 
 @pytest.mark.gpu
+def test_linear_of_no_rows(device, monkeypatch):
+    """A chunk of a prompt that wants no logits: a kernel would read the row before the first."""
+    rng = np.random.default_rng(4)
+    w = device.matrix([random_tensor(rng, "Q4_K", 272, 768)])
+    x = some_rows(device, random_activations(device, rng, 8, 768)[0], 0)
+    monkeypatch.setattr(device, "launch", None)
+    assert device.download(device.linear(x, w)).shape == (0, 272)
+
+
+@pytest.mark.gpu
 def test_linear_add(device):
     """Other rows, garbage among them, do not touch a row."""
     rng = np.random.default_rng(2)

@@ -2,42 +2,33 @@
 
     order = Order(parse_json(body), is_chat, server)    every field read and checked
     choice = Choice(order, request, index, server)      a sequence of the answer
-    choice.advance(most), choice.part(...), choice.whole()
+    choice.advance(), choice.part(...), choice.whole()
 
 server.py does the rest: connections, threads, HTTP. openapi.json describes the same from outside.
 """
-import itertools
 import json
-import math
 import re
 from collections import deque
 from dataclasses import fields
 
 import chat
-from errors import ModelError, Overloaded, RequestError
+from errors import ModelError, RequestError
 from sampling import Sampling
 
-DEPTH_LIMIT, DIGITS_LIMIT = 64, 400  # of nested arrays and objects, of a number
-MOST_CHOICES = 64  # sequences of one request: prompts times n
+DEPTH_LIMIT = 64  # of nested arrays and objects
+MOST_CHOICES = 64  # sequences of one request
 MOST_TOP_LOGPROBS, MOST_TOOLS = 20, 128
 
-encode = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
-
-ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error",
-               429: "overloaded_error", 503: "unavailable_error"}
+encode = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode
 
 
 def error_object(error):
     """(HTTP status, body in the OpenAI shape) of a LeoneError."""
-    status = getattr(error, "status", 400 if isinstance(error, ModelError) else 500)
-    kind = ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
-    code = "model_error" if isinstance(error, ModelError) else kind
-    body = {"message": str(error), "type": kind, "param": getattr(error, "param", None),
-            "code": getattr(error, "code", code)}
-    if isinstance(error, Overloaded):
-        body.update(pages_needed=error.needed_pages, pages_free=error.free_pages,
-                    retry_after_ms=error.retry_after_ms)
-    return status, {"error": body}
+    is_model = isinstance(error, ModelError)
+    status = getattr(error, "status", 400 if is_model else 500)
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return status, {"error": {"message": str(error), "type": kind, "param": None,
+                              "code": "model_error" if is_model else kind, **vars(error)}}
 
 
 # ---- JSON ------------------------------------------------------------------------------------
@@ -46,22 +37,15 @@ def error_object(error):
 def parse_json(data):
     """The JSON object in `data`. RequestError unless it is plain: finite, shallow, UTF-8."""
     try:
-        value = json.loads(data.decode(), parse_constant=number(float), parse_float=number(float),
-                           parse_int=number(int), object_pairs_hook=unique)
-        check_plain(value, DEPTH_LIMIT)
-    except (ValueError, OverflowError, RecursionError) as error:
+        value = json.loads(data.decode(), object_pairs_hook=unique)
+        if depth(value) > DEPTH_LIMIT:
+            raise ValueError(f"it is nested deeper than {DEPTH_LIMIT} levels")
+        encode(value).encode()  # fails for NaN, for 1e999 and for lone surrogates
+    except (ValueError, RecursionError) as error:
         raise RequestError(f"the body is not plain JSON: {chat.one_line(error)}") from None
     if not isinstance(value, dict):
         raise RequestError("the body must be a JSON object")
     return value
-
-
-def number(kind):
-    def parse(text):
-        if len(text) > DIGITS_LIMIT or not math.isfinite(value := kind(text)):
-            raise ValueError(f"{text[:20]} is no number that can be used")
-        return value
-    return parse
 
 
 def unique(pairs):
@@ -70,15 +54,10 @@ def unique(pairs):
     return value
 
 
-def check_plain(value, depth):
-    """ValueError for lone surrogates, and for what is nested deeper than `depth`."""
-    if isinstance(value, str):
-        value.encode()
-    elif isinstance(value, (list, dict)):
-        if not depth:
-            raise ValueError(f"it is nested deeper than {DEPTH_LIMIT} levels")
-        for item in value if isinstance(value, list) else itertools.chain(*value.items()):
-            check_plain(item, depth - 1)
+def depth(value):
+    if not isinstance(value, (dict, list)):
+        return 0
+    return 1 + max(map(depth, value.values() if isinstance(value, dict) else value), default=0)
 
 
 # ---- what a request may say ------------------------------------------------------------------
@@ -90,8 +69,7 @@ KINDS = {bool: "true or false", int: "an integer", str: "text", list: "a list", 
 REFUSED = {
     "response_format": {"type": "text"}, "functions": [], "function_call": "none", "audio": None,
     "modalities": ["text"], "web_search_options": None, "echo": False, "suffix": "", "best_of": 1,
-    "grammar": "", "json_schema": None, "structured_outputs": None, "guided_json": None,
-    "guided_regex": None, "guided_choice": None, "guided_grammar": None, "min_tokens": 0}
+    "grammar": "", "guided_json": None, "structured_outputs": None}
 TEMPLATE_NAMES = {"messages", "tools", "template", "known", "add_generation_prompt", "bos_token",
                   "eos_token"}  # not for chat_template_kwargs
 
@@ -110,44 +88,39 @@ class Order:
                 raise unsupported(name, f"{name} is not supported here; leave it out")
         self.body, self.is_chat, get = body, is_chat, self.get
         get("model", str)  # any: there is only one
-        self.n = self.count("n", MOST_CHOICES, default=1, low=1)
-        self.max_tokens = get("max_completion_tokens", int, get("max_tokens", int))
-        self.ignore_eos = get("ignore_eos", bool, False)
-        self.stream = get("stream", bool, False)
-        self.include_usage = get("stream_options", dict, {}).get("include_usage") is True
         self.session, self.salt = get("session", str), get("cache_salt", str, "")
         self.receipt = get("receipt", bool, False)
         if self.receipt and not server.receipt_key:
             raise unsupported("receipt", "this server signs none; start it with --receipt-key FILE")
+        self.n, most = get("n", int, 1), 1 if self.session or self.receipt else MOST_CHOICES
+        if not 1 <= self.n <= most:
+            raise RequestError(f"n must be 1 to {MOST_CHOICES}, and 1 where a session or a receipt "
+                               "is asked for", param="n")
+        self.max_tokens = get("max_completion_tokens", int, get("max_tokens", int))
+        self.ignore_eos = get("ignore_eos", bool, False)
+        self.stream = get("stream", bool, False)
+        self.include_usage = get("stream_options", dict, {}).get("include_usage") is True
         if is_chat:
             self.logprobs = get("logprobs", bool, False)
-            self.top_logprobs = self.count("top_logprobs", MOST_TOP_LOGPROBS, default=0)
+            self.top_logprobs = get("top_logprobs", int, 0, MOST_TOP_LOGPROBS)
             if self.top_logprobs and not self.logprobs:
                 raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
         else:
-            top = self.count("logprobs", MOST_TOP_LOGPROBS)
+            top = get("logprobs", int, None, MOST_TOP_LOGPROBS)
             self.logprobs, self.top_logprobs = top is not None, top or 0
         self.sampling = self.read_sampling()
         self.tools, self.one_call, self.in_reasoning = None, False, False
         self.style = server.style if is_chat else chat.style_of(None)
-        self.prompts = (self.read_chat if is_chat else self.read_prompts)(server)
-        several = len(self.prompts) * self.n
-        if several > (1 if self.session or self.receipt else MOST_CHOICES):
-            raise RequestError(f"{several} answers are too many: {MOST_CHOICES} are allowed, and "
-                               "one where a session or a receipt is asked for", param="n")
+        self.prompt = (self.read_chat if is_chat else self.read_prompt)(server)  # token ids
 
-    def get(self, name, kind, default=None):
+    def get(self, name, kind, default=None, most=None):
         value = self.body.get(name)
         if value is None:
             return default
         if not isinstance(value, kind) or isinstance(value, bool) and kind is not bool:
             raise RequestError(f"{name} must be {KINDS[kind]}", param=name)
-        return value
-
-    def count(self, name, high, default=None, low=0):
-        value = self.get(name, int, default)
-        if value is not None and not low <= value <= high:
-            raise RequestError(f"{name} must be {low} to {high}", param=name)
+        if most is not None and not 0 <= value <= most:
+            raise RequestError(f"{name} must be 0 to {most}", param=name)
         return value
 
     def read_sampling(self):
@@ -160,17 +133,9 @@ class Order:
                                    for id, value in bias.items()}
         return Sampling(**given).seeded()  # one seed for all choices
 
-    def read_prompts(self, server):
+    def read_prompt(self, server):
         prompt, special = self.body.get("prompt"), self.get("special", bool, False)
-        several = isinstance(prompt, list) and prompt and isinstance(prompt[0], (str, list))
-        prompts = prompt[:MOST_CHOICES + 1] if several else [prompt]
-        for prompt in prompts:
-            if not isinstance(prompt, str) and not (
-                    isinstance(prompt, list) and all(type(id) is int for id in prompt)):
-                raise RequestError("prompt must be text, a list of token ids, or a list of either",
-                                   param="prompt")
-        return [server.engine.tokenize(prompt, special) if isinstance(prompt, str) else prompt
-                for prompt in prompts]
+        return server.engine.tokenize(prompt, special) if isinstance(prompt, str) else prompt
 
     def read_chat(self, server):
         self.tools, names = self.read_tools(), self.get("chat_template_kwargs", dict, {})
@@ -185,7 +150,7 @@ class Order:
             known=server.engine.sessions.answers(self.session), **names)
         end = server.engine.tokenizer.decode(ids[-64:], special=True)
         self.in_reasoning = chat.starts_in_reasoning(end)
-        return [ids]
+        return ids
 
     def read_tools(self):
         """The tools as given, None where the model is not to call any."""
@@ -194,9 +159,8 @@ class Order:
             raise RequestError(f"at most {MOST_TOOLS} tools are allowed", param="tools")
         for tool in tools:
             name = chat.field(tool, "function", "name")
-            properties = chat.field(tool, "function", "parameters", "properties")
             if (chat.field(tool, "type") != "function" or not isinstance(name, str)
-                    or not re.fullmatch(chat.NAME, name) or not isinstance(properties or {}, dict)):
+                    or not re.fullmatch(chat.NAME, name)):
                 raise RequestError('a tool is {"type": "function", "function": {"name": NAME, '
                                    '"parameters": JSON SCHEMA}}', param="tools")
         if choice not in (None, "auto", "none"):
@@ -219,37 +183,38 @@ class Choice:
         self.deltas, self.entries = [], []  # all that was taken so far: text, logprobs
         self.finish = None  # the API's finish_reason, once all is taken
         self.unsure = deque()  # (place, entry) of tokens whose text may yet turn out to be a stop
-        self.taken = self.sampled_bytes = self.sure_bytes = self.text_offset = 0
-        self.reasoning_tokens = self.last_time = 0
+        self.taken = self.sampled_bytes = self.sure_bytes = 0
 
-    def advance(self, most):
-        """What is new, a pair (deltas, logprob entries) for each token, of at most so many."""
-        request, news = self.request, []
+    def advance(self):
+        """What is new: a pair (deltas, logprob entries) for each token."""
+        request, parser, news = self.request, self.parser, []
         finish = request.finish_reason  # read first: if it is set, all events are there
-        while request.events and len(news) < most:
+        for _ in range(len(request.events)):
             event = request.events.popleft()
-            deltas = self.allowed(self.parser.feed(event.text))
-            self.reasoning_tokens += any(delta[0] == "reasoning" for delta in deltas)
-            news.append((deltas, self.sure_entries(event) if self.order.logprobs else []))
+            entries = self.sure_entries(event) if self.order.logprobs else []
+            news.append((self.allowed(parser.feed(event.text)), entries))
             self.taken += 1
-        if finish and not request.events and not self.finish:
+        if finish and not self.finish:
             # After a stop string the tokens that spell it are left out, as their text is.
             left = [entry for _, entry in self.unsure] if finish == "length" else []
-            news.append((self.allowed(self.parser.finish()), left))
-            called = self.parser.has_tool_calls and finish in ("stop", "cancelled")
-            self.finish = "tool_calls" if called else finish
+            news.append((self.allowed(parser.finish()), left))
+            called = parser.has_tool_calls and finish == "stop"
+            self.finish = "tool_calls" if called or self.has_second_call else finish
         for deltas, entries in news:
             self.deltas += deltas
             self.entries += entries
         return news
 
+    @property
+    def has_second_call(self):
+        """Where only one call may be made, the next one ends the answer."""
+        return self.order.one_call and len(self.parser.ids) > 1
+
     def allowed(self, deltas):
-        """The deltas without a second call where only one may be made: it ends the answer."""
-        kept = [delta for delta in deltas
-                if not self.order.one_call or len(delta) < 3 or delta[1] == 0]
-        if len(kept) < len(deltas):
+        if self.has_second_call:
             self.request.cancel()
-        return kept
+            return [delta for delta in deltas if len(delta) == 2 or delta[1] == 0]
+        return deltas
 
     def sure_entries(self, event):
         """Logprob entries of the tokens whose text has begun to come out with this event."""
@@ -266,12 +231,9 @@ class Choice:
         return entries
 
     def entry(self, token, logprob):
-        data = self.tokenizer.token_bytes(token, special=True)
-        try:
-            text = data.decode()
-        except UnicodeDecodeError:  # a part of a character
-            text = "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
-        return {"token": text, "logprob": max(logprob, -9999.0), "bytes": list(data)}
+        data = self.tokenizer.token_bytes(token, special=True)  # it may cut a character
+        return {"token": data.decode(errors="backslashreplace"), "logprob": max(logprob, -9999.0),
+                "bytes": list(data)}
 
     def part(self, deltas, entries, finish=None):
         """A choice of a chunk: what these deltas add."""
@@ -280,7 +242,7 @@ class Choice:
             logprobs = {"content": entries} if entries else None
         else:
             said = {"text": text_of(deltas)}
-            logprobs = self.legacy_logprobs(entries) if entries else None
+            logprobs = legacy_logprobs(entries) if entries else None
         return {"index": self.index, **said, "logprobs": logprobs, "finish_reason": finish}
 
     def whole(self):
@@ -296,10 +258,8 @@ class Choice:
 
     def message(self, deltas):
         """The message, or the part of one, that these deltas amount to."""
-        message, calls = {}, {}
-        for kind, name in ("content", "content"), ("reasoning", "reasoning_content"):
-            if text := text_of(deltas, kind):
-                message[name] = text
+        said = {"content": text_of(deltas), "reasoning_content": text_of(deltas, "reasoning")}
+        message, calls = {name: text for name, text in said.items() if text}, {}
         for kind, index, text in (delta for delta in deltas if len(delta) == 3):
             call = calls.setdefault(index, {"index": index, "function": {"arguments": ""}})
             if kind == "tool_call":
@@ -309,15 +269,13 @@ class Choice:
                 call["function"]["arguments"] += text
         return {**message, "tool_calls": list(calls.values())} if calls else message
 
-    def legacy_logprobs(self, entries):
-        """Entries in the form of /v1/completions. Offsets count characters of token texts."""
-        tokens = [entry["token"] for entry in entries]
-        offsets = list(itertools.accumulate(map(len, tokens), initial=self.text_offset))
-        self.text_offset = offsets.pop()
-        tops = [{top["token"]: top["logprob"] for top in entry["top_logprobs"]}
-                for entry in entries] if self.order.top_logprobs else None
-        return {"tokens": tokens, "token_logprobs": [entry["logprob"] for entry in entries],
-                "top_logprobs": tops, "text_offset": offsets}
+
+def legacy_logprobs(entries):
+    """Entries in the form of /v1/completions."""
+    return {"tokens": [entry["token"] for entry in entries],
+            "token_logprobs": [entry["logprob"] for entry in entries],
+            "top_logprobs": [{top["token"]: top["logprob"] for top in entry["top_logprobs"]}
+                             for entry in entries]}
 
 
 def text_of(deltas, kind="content"):

@@ -2,7 +2,7 @@
 
     messages = prepare_messages(request["messages"], style)     # checked, plain text
     parts = render(template, messages, tools)                   # [(text, from_template)]
-    parser = Parser(style_of(template), tools, starts_in_reasoning(parts))
+    parser = Parser(style_of(template), tools, starts_in_reasoning(prompt))
     parser.feed(text), parser.finish()                          # reasoning, content, tool calls
 
 Two parties are not trusted. The template comes with the model file: it runs in Jinja's immutable
@@ -16,24 +16,21 @@ operation that loses track turns control tokens into plain text, never the other
 
 Run as a program, this file is the process that renders: a line of JSON in, a line of JSON out.
 """
-import atexit
-import datetime
+import contextlib
 import functools
 import json
 import re
 import resource
 import secrets
 import signal
-import string
 import subprocess
 import sys
 import threading
+import time
 from typing import NamedTuple
 
-from jinja2 import TemplateSyntaxError, pass_eval_context
 from jinja2.compiler import CodeGenerator
 from jinja2.ext import Extension
-from jinja2.filters import do_join
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from errors import ModelError, RequestError
@@ -43,7 +40,6 @@ MEMORY_LIMIT = 1 << 30  # bytes of address space
 OUTPUT_LIMIT = 1 << 22  # characters
 # A template may build "<|user|>" from these; any other role is foreign text.
 ROLES = "system", "developer", "user", "assistant", "tool"
-MESSAGES_LIMIT = 10_000
 NAME = r"[\w.:/-]{1,128}"  # of a tool or a participant
 
 
@@ -55,19 +51,13 @@ def prepare_messages(messages, style=None):
 
     Lists of text parts become one text (a newline between parts), "developer" is "system",
     arguments of tool calls become a dict if they are JSON of an object. null is as good as absent,
-    absent content "". style: DeepSeek's templates know calls by a content of None. Raises
-    RequestError.
+    absent content "". style: DeepSeek's templates want arguments as text, and know calls by a
+    content of None. Raises RequestError.
     """
-    check(isinstance(messages, list) and 0 < len(messages) <= MESSAGES_LIMIT,
-          f"messages must be a list of 1 to {MESSAGES_LIMIT} messages")
-    prepared = [prepared_message(message, f"messages[{index}]", style)
-                for index, message in enumerate(messages)]
-    try:
-        size = len(json.dumps(prepared, ensure_ascii=False, allow_nan=False).encode())
-    except (TypeError, ValueError, RecursionError) as error:  # lone surrogates, too
-        check(False, f"messages are not plain JSON: {one_line(error)}")
-    check(size <= OUTPUT_LIMIT, f"messages hold more than {OUTPUT_LIMIT} bytes; send less")
-    return prepared
+    check(isinstance(messages, list) and messages, "messages must be a list of at least one")
+    deepseek = style is not None and style.tools == "deepseek"
+    return [prepared_message(message, f"messages[{index}]", deepseek)
+            for index, message in enumerate(messages)]
 
 
 def check(condition, problem):
@@ -80,7 +70,7 @@ def check_name(name, where):
           f"{where} must be 1 to 128 letters, digits or any of _ . : / -")
 
 
-def prepared_message(message, where, style):
+def prepared_message(message, where, deepseek):
     check(isinstance(message, dict), f"{where} must be an object")
     message = {key: value for key, value in message.items() if value is not None}
     role, calls = message.get("role"), message.pop("tool_calls", [])
@@ -97,23 +87,21 @@ def prepared_message(message, where, style):
     check(isinstance(calls, list) and (role == "assistant" or not calls),
           f"{where}.tool_calls must be a list, and the role assistant")
     if calls:
-        message["tool_calls"] = [prepared_call(call, f"{where}.tool_calls[{index}]")
+        message["tool_calls"] = [prepared_call(call, f"{where}.tool_calls[{index}]", deepseek)
                                  for index, call in enumerate(calls)]
-        if style and style.tools == "deepseek":
+        if deepseek:
             message["content"] = message["content"] or None
     return dict(message, role="system" if role == "developer" else role)
 
 
-def prepared_call(call, where):
+def prepared_call(call, where, as_text):
     name, arguments = (field(call, "function", key) for key in ("name", "arguments"))
     check_name(name, f"{where}.function.name")
-    check(isinstance(arguments, (str, dict)), f"{where}.function.arguments must be JSON text")
-    if isinstance(arguments, str):
-        try:
-            value = strict_json(arguments.strip() or "{}")
-            arguments = value if isinstance(value, dict) else arguments
-        except ValueError:
-            pass  # some model's mistake: the template shows it as it is
+    check(isinstance(arguments, str), f"{where}.function.arguments must be JSON text")
+    with contextlib.suppress(ValueError):  # some model's mistake: the template shows it as it is
+        value = strict_json(arguments.strip() or "{}")
+        if isinstance(value, dict) and not as_text:
+            arguments = value
     return dict(call, function=dict(call["function"], arguments=arguments))
 
 
@@ -165,42 +153,38 @@ def limit(what):
 
 
 class Renderer:
-    """The process that renders: started when first needed, and again when it had to be stopped."""
+    """The process that renders: started when first needed, and again when it had to be stopped.
+
+    It ends with this one, which holds the other end of its stdin.
+    """
 
     def __init__(self):
         self.lock = threading.Lock()
         self.process = None
-        atexit.register(self.stop)
 
     def ask(self, request):
         """(kind, answer) for a line of JSON; see parts_of."""
+        answer = b""
         with self.lock:
             if self.process is None or self.process.poll() is not None:
                 self.process = subprocess.Popen(
                     [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                     stderr=subprocess.DEVNULL, start_new_session=True)  # Ctrl-C is not for it
+            process = self.process
             try:
-                self.process.stdin.write(request.encode() + b"\n")
-                self.process.stdin.flush()
-                answer = self.process.stdout.readline()
-            except BrokenPipeError:
-                answer = b""
-            except BaseException:  # interrupted: its answer must not reach the next request
-                self.stop()
-                raise
-            if answer.endswith(b"\n"):
-                return json.loads(answer)
-            status = self.process.wait()
-            self.stop()
-        if status == -signal.SIGALRM:
+                with contextlib.suppress(BrokenPipeError):
+                    process.stdin.write(request.encode() + b"\n")
+                    process.stdin.flush()
+                    answer = process.stdout.readline()
+            finally:  # also if we are interrupted: its answer must not reach the next request
+                if not answer.endswith(b"\n"):
+                    process.kill()
+                    process.communicate()
+        if process.returncode is None:
+            return json.loads(answer)
+        if process.returncode == -signal.SIGALRM:
             return limit(f"takes more than {TIME_LIMIT_S:g} s")
-        return limit(f"broke its renderer (exit status {status})")
-
-    def stop(self):
-        if self.process is not None:
-            self.process.kill()
-            self.process.communicate()
-            self.process = None
+        return limit(f"broke its renderer (exit status {process.returncode})")
 
 
 renderer = Renderer()
@@ -217,26 +201,17 @@ class Text(str):
 
     def __new__(cls, text, origin=None):
         self = super().__new__(cls, text)
-        self._origin = bytes(len(text)) if origin is None else origin
+        self._origin = origin or bytes(len(text))
         return self
 
     def __str__(self):
         return self
 
     def __add__(self, other):
-        return joined([self, other]) if is_plain(other) else NotImplemented
+        return joined([self, other])
 
     def __radd__(self, other):
-        return joined([other, self]) if is_plain(other) else NotImplemented
-
-    def __mul__(self, count):
-        return Text(super().__mul__(count), self._origin * count)
-
-    __rmul__ = __mul__
-
-    def __getitem__(self, key):
-        origin = self._origin[key]
-        return Text(super().__getitem__(key), origin if isinstance(key, slice) else bytes([origin]))
+        return joined([other, self])
 
     def lstrip(self, chars=None):
         text = super().lstrip(chars)
@@ -253,10 +228,6 @@ class Text(str):
         return joined([piece for item in items for piece in (self, item)][1:])
 
 
-def is_plain(value):
-    return isinstance(value, str) and not hasattr(value, "__html__")  # Markup has its own rules
-
-
 def joined(pieces):
     """The Text of these strings one after another."""
     pieces = list(pieces)
@@ -269,29 +240,12 @@ def template_text(text):
     return Text(text, b"\1" * len(text))
 
 
-class Arguments(dict):
-    """Arguments of a tool call: a mapping to some templates, and JSON text to others."""
-
-    def __str__(self):
-        return tojson(self)
-
-    def __add__(self, other):
-        return str(self) + other
-
-    def __radd__(self, other):
-        return other + str(self)
-
-
 class Generator(CodeGenerator):
     """Compiles the literals of a template to Text, and ~ to what keeps the origin."""
 
     def visit_Const(self, node, frame):
-        value = node.as_const(frame.eval_ctx)
-        text = isinstance(value, str)
-        self.write(f"environment.template_text({value!r})" if text else repr(value))
-
-    def visit_TemplateData(self, node, frame):
-        self.write(f"environment.template_text({node.as_const(frame.eval_ctx)!r})")
+        text = f"environment.template_text({node.value!r})"
+        self.write(text if isinstance(node.value, str) else repr(node.value))
 
     def _output_const_repr(self, group):
         return f"environment.template_text({''.join(group)!r})"
@@ -322,31 +276,18 @@ class Environment(ImmutableSandboxedEnvironment):
     def __init__(self):
         super().__init__(trim_blocks=True, lstrip_blocks=True, optimized=False,
                          extensions=["jinja2.ext.loopcontrols", Generation])
-        self.filters.update(tojson=tojson, join=join)
-        self.globals.update(raise_exception=raise_exception, strftime_now=strftime_now)
-
-
-class Refused(Exception):
-    """The template called raise_exception."""
+        self.filters["tojson"] = tojson
+        self.globals.update(raise_exception=raise_exception, strftime_now=time.strftime)
 
 
 def raise_exception(message):
-    raise Refused(message)
-
-
-def strftime_now(form):
-    return datetime.datetime.now().strftime(form)
+    raise ValueError(message)
 
 
 def tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
     # Jinja's own filter sorts keys and escapes <, >, & and ': not what models were trained on.
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators,
                       sort_keys=sort_keys)
-
-
-@pass_eval_context
-def join(context, value, d="", attribute=None):
-    return do_join(context, value, d if isinstance(d, Text) else Text(d), attribute)
 
 
 @functools.lru_cache(maxsize=8)
@@ -358,32 +299,21 @@ def parts_of(template, variables):
     """("parts", [(text, from_template)]), or the kind of error and its message."""
     try:
         template = compiled(template)
-    except TemplateSyntaxError as error:
-        return "model", f"line {error.lineno}: {one_line(error.message)}"
     except Exception as error:
-        return "model", one_line(error)
+        return "model", f"line {getattr(error, 'lineno', '?')}: {one_line(error)}"
     for name in ("bos_token", "eos_token"):
         variables[name] = template_text(variables[name] or "")
-    pieces, length = [], 0
     try:
         for message in variables["messages"]:
-            if isinstance(message, dict) and message.get("role") in ROLES:
+            if field(message, "role") in ROLES:
                 message["role"] = template_text(message["role"])
-            for call in field(message, "tool_calls") or ():
-                if isinstance(field(call, "function", "arguments"), dict):
-                    call["function"]["arguments"] = Arguments(call["function"]["arguments"])
-        for piece in template.root_render_func(template.new_context(variables)):
-            pieces.append(piece)
-            length += len(piece)
-            if length > OUTPUT_LIMIT:
-                return limit(f"writes more than {OUTPUT_LIMIT} characters")
-    except Refused as error:
-        return "invalid_request", f"the chat template refuses these messages: {one_line(error)}"
+        text = joined(template.root_render_func(template.new_context(variables)))
+        if len(text) > OUTPUT_LIMIT:
+            return limit(f"writes more than {OUTPUT_LIMIT} characters")
     except MemoryError:
         return limit(f"needs more than {MEMORY_LIMIT >> 20} MiB of memory")
     except Exception as error:
-        return "invalid_request", f"the chat template fails on these messages: {one_line(error)}"
-    text = joined(pieces)
+        return "invalid_request", f"the chat template refuses these messages: {one_line(error)}"
     return "parts", [(text[run.start():run.end()], run[0][0] == 1)
                      for run in re.finditer(b"\0+|\1+", text._origin)]
 
@@ -432,34 +362,34 @@ def ending(markers, space):
 SPACES = rf"(?:(?<!{SPACE}){SPACE}+)?"  # a whole run of them, or the search would be quadratic
 NOTHING = re.compile(r"(?P<marker>(?!))?\Z")
 
-# JSON: inside a list or object an item comes next, the first or a later one, or the end.
-PLAIN = r'(?:[^"\\\x00-\x1f]|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))'
-PIECE = rf'(?:{PLAIN}*+(?P<end>")|{PLAIN}++)', r'(?:\\(?:u[0-9a-fA-F]{0,3})?)?'
-KEY = rf'"{PLAIN}{{0,999}}+"', r'"(?:[^"\\]|\\.){0,999}+\\?'
+# JSON, but strings may also hold line breaks and single backslashes, as models write them.
+ESCAPE = r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})'
+CHARACTERS = rf'(?:[^"\\]|{ESCAPE})++', r"(?:\\(?:u[0-9a-fA-F]{0,3})?)?"
+KEY = rf'"(?:[^"\\\x00-\x1f]|{ESCAPE}){{0,999}}+"', r'"(?:[^"\\]|\\.){0,999}+\\?'
 SCALAR = r"(?:-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?|true|false|null)"
 VALUE = rf'(?:["{{\[]|{SCALAR}(?={SPACE}|[,\]}}]))', r"[-+.\w]{0,999}"
-BRACKETS = {"{": "}", "[": "]"}
-ITEM = {"}": (KEY, GAP, ":", GAP, VALUE), "]": (VALUE,)}
+MEMBER = KEY, GAP, ":", GAP, VALUE
+CLOSING = {"{": "}", "[": "]", '"': '"', "}": "}", "]": "]"}
+NEXT = {  # what is open, by its first character if nothing is in it yet, else by its last
+    "{": [(GAP, "}"), (GAP, *MEMBER)], "}": [(GAP, "}"), (GAP, ",", GAP, *MEMBER)],
+    "[": [(GAP, "]"), (GAP, VALUE)], "]": [(GAP, "]"), (GAP, ",", GAP, VALUE)],
+    '"': [(CHARACTERS,), ('"',), ("\\",)]}
 DEPTH_LIMIT = 64  # or clients could not read the arguments
 
 # Calls. Those in JSON stream if the name comes first; others must be read as a whole.
 NAMED = rf"(?P<name>{NAME})", r"[\w.:/-]{0,128}"
-CALL = ("{", GAP, '"name"', GAP, ":", GAP, '"', NAMED, '"', GAP, ",", GAP,
+OPENING = GAP, (r"[\[,;]?",) * 2, GAP, "{"  # in a list, or after a semicolon as Llama 3 does
+CALL = (*OPENING, GAP, '"name"', GAP, ":", GAP, '"', NAMED, '"', GAP, ",", GAP,
         ('"(?:arguments|parameters)"', '"[a-z]*'), GAP, ":", GAP, "{")
-FIRST = GAP, (r"\[?", r"\[?"), GAP
-LATER = GAP, ("[,;]?", "[,;]?"), GAP  # Llama 3 puts semicolons between calls
-BARE = *LATER, "{", GAP, ('"(?:arguments|parameters|type|id)"', '"[a-z]*')
+WHOLE_CALL = (*OPENING, (rf'(?P<name>)(?={SPACE}*"(?:name|arguments|parameters|type|id)")',
+                         rf'{SPACE}*(?:"[a-z]*)?'))
 PARAMETER = (GAP, "<parameter=", (r"(?P<key>[^<>\n]{1,128})", r"[^<>\n]{0,128}"), ">",
              (r"(?:\n|(?=[^\n]))", ""))
 PARAMETER_END = "</parameter>"
 VALUE_END = ending((PARAMETER_END,), r"\n?")
-NULL = (r"(?i:null)\n?", r"(?i:n?u?l?l?)\n?"), PARAMETER_END
-JSON_TYPES = {bool: {"boolean"}, int: {"integer", "number"}, float: {"number"}, list: {"array"},
-              dict: {"object"}}
 
 CALLS_BEGIN, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
-CALL_BEGIN, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
-SEPARATOR = "<｜tool▁sep｜>"
+CALL_BEGIN, SEPARATOR, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
 DEEPSEEK = ((NAMED, SEPARATOR, GAP, "{"),
             ("function", SEPARATOR, NAMED, GAP, "```json", GAP, "{"))
 
@@ -467,24 +397,23 @@ DEEPSEEK = ((NAMED, SEPARATOR, GAP, "{"),
 class Format(NamedTuple):
     """A way to write tool calls. The first one that has a fingerprint in a template is it."""
     fingerprints: tuple
-    # Marker -> what leads from it into arguments, besides a call in JSON or the first of a list.
-    heads: dict
-    ends: tuple = ()  # markers that may follow calls
+    heads: dict  # marker -> what leads from it into arguments, besides a call in JSON
+    ends: tuple  # markers that may follow calls
     # Llama 3: an answer may begin with a call that has no marker, so it must name a known tool.
     bare: bool = False
 
 
 FORMATS = {
-    "qwen_xml": Format(("<function=",), {"<tool_call>": ((GAP, "<function=", NAMED, ">"),),
-                                         "<function=": ((NAMED, ">"),)}, ("]", "</tool_call>")),
-    "hermes": Format(("<tool_call>",), {"<tool_call>": ()}, ("]", "</tool_call>")),
-    "mistral": Format(("[TOOL_CALLS]",), {"[TOOL_CALLS]": (
+    "qwen_xml": Format(("<function=",), {"<tool_call>": [(GAP, "<function=", NAMED, ">")],
+                                         "<function=": [(NAMED, ">")]}, ("]", "</tool_call>")),
+    "hermes": Format(("<tool_call>",), {"<tool_call>": []}, ("]", "</tool_call>")),
+    "mistral": Format(("[TOOL_CALLS]",), {"[TOOL_CALLS]": [
         (GAP, NAMED, GAP, "{"), (GAP, NAMED, "[ARGS]", GAP, "{"),
-        (GAP, NAMED, "[CALL_ID]", (r"\w*", r"\w*"), "[ARGS]", GAP, "{"))}, ("]",)),
+        (GAP, NAMED, "[CALL_ID]", (r"\w*", r"\w*"), "[ARGS]", GAP, "{")]}, ("]",)),
     "deepseek": Format((CALLS_BEGIN, CALL_BEGIN), {
         CALLS_BEGIN: [(GAP, CALL_BEGIN, *head) for head in DEEPSEEK],
         CALL_BEGIN: DEEPSEEK}, ("```", CALL_END, CALLS_END)),
-    "llama3": Format(("<|python_tag|>", "ipython"), {"<|python_tag|>": ()}, ("]",), bare=True)}
+    "llama3": Format(("<|python_tag|>", "ipython"), {"<|python_tag|>": []}, ("]",), bare=True)}
 REASONING = ("<think>", "</think>"), ("[THINK]", "[/THINK]")
 
 # What models write as one token, often a control token, and the parser must see as text.
@@ -508,9 +437,7 @@ def style_of(template):
 
 
 def starts_in_reasoning(prompt):
-    """True if a prompt (text, or parts as from render) ends with the tag that opens reasoning."""
-    if not isinstance(prompt, str):
-        prompt = "".join(text for text, from_template in prompt[-1:] if from_template)
+    """True if the text of a prompt ends with the tag that opens reasoning."""
     return prompt.rstrip().endswith(tuple(opening for opening, _ in REASONING))
 
 
@@ -522,15 +449,14 @@ class Parser:
         ("tool_call", index, name)      a call begins; its id is ids[index]
         ("arguments", index, fragment)  the fragments of a call make one JSON object
     How the text was cut into pieces makes no difference to the deltas' joined texts. Arguments come
-    out as they come in: valid JSON byte for byte, values between XML tags as JSON of the type
-    that the tool's schema gives. White space next to a call or around reasoning is dropped, all
-    else that belongs to no call is content. Without tools nothing is a call.
+    out as they come in: valid JSON byte for byte (what a string must not hold is escaped), values
+    between XML tags as JSON of the type that the tool's schema gives. White space next to a call or
+    around reasoning is dropped, all else that belongs to no call is content. Without tools nothing
+    is a call.
 
     A call begins when its name and the beginning of its arguments are there. What turns out to be
     no call before that is content, unchanged. When a call breaks off later, its open string, lists
-    and objects are closed, incomplete is True, and the text goes on as content. In arguments,
-    characters that a JSON string must not hold are escaped and a comma before a closing bracket
-    is dropped.
+    and objects are closed, and the text goes on as content.
 
     A grammar is a generator that yields where it needs more text; what it decides never depends on
     where the text was cut. _at is the next character to read; what lies between _from and _at is
@@ -540,7 +466,6 @@ class Parser:
     def __init__(self, style, tools, starts_in_reasoning):
         """tools: the request's list, as in the OpenAI API, or None: nothing may be a call."""
         self.ids = []
-        self.incomplete = False  # a call broke off
         self._deltas, self._text, self._from, self._at, self._ended = [], "", 0, 0, False
         self._format = FORMATS.get(style.tools) if tools else None
         self._tools = {str(field(tool, "function", "name")):  # -> {parameter: schema}
@@ -565,8 +490,6 @@ class Parser:
     # what grammars are made of
 
     def _delta(self, *delta):
-        if self._deltas and self._deltas[-1][:-1] == delta[:-1]:
-            delta = *delta[:-1], self._deltas.pop()[-1] + delta[-1]
         if delta[-1]:
             self._deltas.append(delta)
 
@@ -578,20 +501,25 @@ class Parser:
         self._delta("arguments", len(self.ids) - 1, text)
         self._from = self._at
 
-    def _read_string(self):
+    def _write_string(self):
         self._write(json_text(self._text[self._from:self._at])[1:-1])
 
-    def _next(self, *choices):
-        """Read one of these rows of atoms; its match, or None if the text goes on otherwise."""
-        patterns = [growing(*atoms) for atoms in choices]
-        while True:
-            for whole, _ in patterns:
-                if match := whole.match(self._text, self._at):
-                    self._at = match.end()
-                    return match
-            if self._ended or not any(begun.match(self._text, self._at) for _, begun in patterns):
-                return None
-            yield
+    def _skip(self, *_):
+        """Where _write is not wanted."""
+
+    def _next(self, *rows):
+        """Read the first of these rows of atoms that the text is, or grows into: its match.
+
+        None if it is none of them.
+        """
+        for whole, beginning in (growing(*row) for row in rows):
+            while not (match := whole.match(self._text, self._at)):
+                if self._ended or not beginning.match(self._text, self._at):
+                    break
+                yield
+            else:
+                self._at = match.end()
+                return match
 
     def _until(self, pattern, read, *kind):
         """Read up to a marker, in pieces that read() deals with; the marker, None if there is none.
@@ -624,139 +552,107 @@ class Parser:
         if format:
             markers = ending(tuple(format.heads), SPACES)
             if format.bare:
-                yield from self._calls([(*LATER, *CALL)], BARE)
+                yield from self._calls([])
         while marker := (yield from self._until(markers, self._read, "content")):
-            yield from self._calls([(*FIRST, *CALL), *format.heads[marker]], (*FIRST, "{"))
+            yield from self._calls(format.heads[marker])
 
     # calls
 
-    def _calls(self, heads, whole):
+    def _calls(self, heads):
         """Calls, one after another, and what may follow them; what is none is content."""
         count = len(self.ids)
-        while head := (yield from self._head(heads, whole)):
-            name = head.groupdict().get("name")
-            if not name:
-                done = yield from self._whole_call(head[0])
-            else:
-                self._call(name, "{")
-                done = yield from (
-                    self._parameters(name) if head[0].endswith(">")
-                    else self._json(["}"] * head[0].count("{"), self._write))
-            if not done:
-                break
-            self._from = self._at
-            heads, whole = [(*LATER, *CALL)], BARE if self._format.bare else (*LATER, "{")
-        rest = self._text[self._from:self._at]
-        self._delta("content", rest if len(self.ids) == count else rest.lstrip())
-        self._from = self._at
-        if len(self.ids) > count:
-            while (yield from self._next(*((GAP, end) for end in self._format.ends))):
-                pass
+        while (yield from self._call(heads)):
+            self._from, heads = self._at, []
+        if len(self.ids) == count:
+            return self._read("content")
+        yield from self._skip_space()
+        while (yield from self._next(*((GAP, end) for end in self._format.ends))):
             yield from self._skip_space()
 
-    def _head(self, heads, whole):
-        head = yield from self._next(*heads)
-        if head and self._format.bare and head["name"] not in self._tools:
-            self._at, head = self._at - len(head[0]), None
-        return head or (yield from self._next(whole))
+    def _call(self, heads):
+        """A call, True if it ends as it should."""
+        head = yield from self._next(*heads, CALL, WHOLE_CALL)
+        if head and not head["name"]:
+            return (yield from self._whole_call())
+        if not head or not self._begin(head["name"], "{"):
+            return False
+        if head[0].endswith(">"):
+            return (yield from self._parameters(head["name"]))
+        return ((yield from self._json(self._write))
+                and (head[0].count("{") == 1 or (yield from self._json(self._skip, "}"))))
 
-    def _call(self, name, arguments):
-        letters = string.ascii_letters + string.digits  # Mistral's templates want nine of them
-        self.ids.append("".join(secrets.choice(letters) for _ in range(9)))
+    def _begin(self, name, arguments):
+        """Begin a call; True if it may be one."""
+        if self._format.bare and name not in self._tools:
+            return False
+        self.ids.append(secrets.token_hex(5)[:9])  # Mistral's templates want nine letters or digits
         self._delta("tool_call", len(self.ids) - 1, name)
         self._write(arguments)
-
-    def _break_off(self, closing):
-        self.incomplete = True
-        self._delta("arguments", len(self.ids) - 1, closing)
-
-    def _whole_call(self, head):
-        """A call in JSON whose name does not come first; head goes up to its brace or first key."""
-        self._at -= len(head) - head.rindex("{") - 1
-        start = self._at - self._from - 1  # _from stays, _text is cut there
-        if (yield from self._json(["}"], lambda text: None)):
-            try:
-                call = strict_json(self._text[self._from + start:self._at])
-                arguments = call.get("arguments") or call.get("parameters") or {}
-                text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-            except ValueError:
-                call, text = {}, ""
-            name = call.get("name")
-            if (isinstance(name, str) and re.fullmatch(NAME, name) and text.startswith("{")
-                    and (name in self._tools or not self._format.bare)):
-                self._call(name, text)
-                return True
-
-    def _json(self, brackets, write):
-        """The rest of an object, True if it ends: `brackets` are those that close what is open.
-
-        The innermost object is written and, if it breaks off, completed.
-        """
-        outer, first = len(brackets) - 1, True
-        while brackets:
-            comma = () if first else (",", GAP)
-            match = yield from self._next((GAP, (",?", ",?"), GAP, brackets[-1]),
-                                          (GAP, *comma, *ITEM[brackets[-1]]))
-            last = match[0][-1] if match else None
-            if not match or last in BRACKETS and len(brackets) > DEPTH_LIMIT:
-                self._at -= len(match[0]) if match else 0
-                break
-            write(match[0].replace(",", "") if last == brackets[-1] else match[0])
-            first = last in BRACKETS
-            if first:
-                brackets.append(BRACKETS[last])
-            elif last == brackets[-1]:
-                brackets.pop()
-                write = write if len(brackets) > outer else lambda text: None
-            elif last == '"' and not (yield from self._string(write)):
-                brackets.append('"')
-                break
-        if brackets and write == self._write:
-            self._break_off("".join(reversed(brackets[outer:])))
-        return not brackets
-
-    def _string(self, write):
-        """The rest of a string; what JSON does not allow in one is escaped. True if it ends."""
-        while not (piece := (yield from self._next((PIECE,)))) or not piece["end"]:
-            if piece:
-                write(piece[0])
-            elif self._at < len(self._text):
-                self._at += 1
-                write(json_text(self._text[self._at - 1])[1:-1])
-            else:
-                return False
-        write(piece[0])
         return True
+
+    def _whole_call(self):
+        """A call in JSON, from after its brace, whose name does not come first."""
+        start = self._at - self._from - 1  # _from stays, _text is cut there
+        if not (yield from self._json(self._skip)):
+            return False
+        try:
+            call = strict_json(self._text[self._from + start:self._at])
+            arguments = call.get("arguments", call.get("parameters", {}))
+            text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+            complete = re.fullmatch(NAME, call.get("name")) and text[0] == "{"
+        except (ValueError, TypeError):
+            return False
+        return complete and self._begin(call["name"], text)
+
+    def _json(self, write, opened="{"):
+        """The rest of an object; True if it ends. If it breaks off, what is open is closed.
+
+        opened: "}" if something of the object has been read, see NEXT.
+        """
+        opened = [opened]
+        while opened and len(opened) <= DEPTH_LIMIT:
+            if not (match := (yield from self._next(*NEXT[opened[-1]]))):
+                break
+            text, closing = match[0], CLOSING[opened[-1]]
+            in_string = closing == '"'
+            write(RAW.sub(escaped, text) if in_string else text)
+            if text.lstrip() == closing:
+                opened.pop()
+            elif not in_string:
+                opened[-1] = closing
+                opened += text[-1] if text[-1] in '{["' else ""
+        write("".join(CLOSING[last] for last in reversed(opened)))
+        return not opened
 
     def _parameters(self, name):
         """<parameter=KEY> VALUE </parameter> and so on to </function>, written as JSON."""
-        separator, closing = "", "}"
-        while tag := (yield from self._next((GAP, "</function>"), PARAMETER)):
-            key = tag.groupdict().get("key")
-            if key is None:
-                self._write("}")
-                return True
-            before, separator = f"{separator}{json_text(key)}: ", ", "
-            types = types_of(field(self._tools, name, key)) - {"string", "null"}
-            if (yield from self._next(NULL)):
-                self._write(before + "null")
-            elif types:
+        separator, marker = "", True
+        while marker and (tag := (yield from self._next(PARAMETER))):
+            before, separator = f"{separator}{json_text(tag['key'])}: ", ", "
+            types = types_of(field(self._tools, name, tag["key"]))
+            if types <= {"string"}:
+                self._write(before + '"')
+                marker = yield from self._until(VALUE_END, self._write_string)
+                self._write('"')
+            else:
                 start = self._at - self._from
-                if not (yield from self._until(VALUE_END, lambda: None)):
-                    break
+                marker = yield from self._until(VALUE_END, self._skip)
                 value = self._text[self._from + start:self._at].removesuffix(PARAMETER_END)
                 self._write(before + typed(value.removesuffix("\n"), types))
-            else:
-                self._write(before + '"')
-                if not (yield from self._until(VALUE_END, self._read_string)):
-                    closing = '"}'
-                    break
-                self._write('"')
-        self._break_off(closing)
+        end = marker and (yield from self._next((GAP, "</function>")))
+        self._write("}")
+        return end
 
 
 def json_text(text):
     return json.dumps(text, ensure_ascii=False)
+
+
+RAW = re.compile(r"[\x00-\x1f]|^\\$")  # what a string must not hold as it is
+
+
+def escaped(match):
+    return json_text(match[0])[1:-1]
 
 
 def types_of(schema):
@@ -769,15 +665,15 @@ def types_of(schema):
 
 
 def typed(text, types):
-    """JSON of a parameter: of one of these types if the text is JSON of it, else a string."""
+    """JSON of a parameter that need not be a string: the text if it is JSON, else a string."""
     word = text.strip()
-    if "boolean" in types and word.lower() in ("true", "false"):
-        return word.lower()
+    if "boolean" in types:
+        word = {"True": "true", "False": "false"}.get(word, word)
     try:
-        fits = JSON_TYPES.get(type(strict_json(word)), set()) & types
+        value = strict_json(word)
     except ValueError:
-        fits = False
-    return word if fits else json_text(text)
+        return json_text(text)
+    return word if value is None or "string" not in types else json_text(text)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ import mmap
 import os
 import re
 import reprlib
-import stat
 import struct
 from array import array
 from collections.abc import Sequence
@@ -35,7 +34,6 @@ MAX_NAME = 128  # bytes of a key or a tensor name
 MAX_SIZE = 1 << 20  # of a width, a head count, a number of layers
 MAX_POSITION = (1 << 31) - 1  # positions are int32
 ALIGNMENTS = [1 << bits for bits in range(3, 17)]  # 8 bytes to 64 KiB
-DEFAULT_ALIGNMENT = 32
 
 # Value types of the format: a number or an array of numbers is read with its NumPy type.
 NUMBERS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "u1",
@@ -94,9 +92,8 @@ class Header:
         """The offset of the next `n_bytes`, which are passed over."""
         start = self.position
         if n_bytes > self.limit - start:
-            bound = "the file" if self.limit < MAX_HEADER else "the longest header"
-            self.fail(f"{what} goes on past byte {self.limit}, where {bound} ends; "
-                      "fetch the model again")
+            self.fail(f"{what} goes on past byte {self.limit}, where the file or the longest "
+                      "header ends; fetch the model again")
         self.position = start + n_bytes
         return start
 
@@ -120,32 +117,24 @@ class Header:
         return self.buffer[start:self.position]
 
     def name(self, what):
-        text = self.string(what)
-        if len(text) > MAX_NAME:
-            self.fail(f"{what} has {len(text)} bytes; at most {MAX_NAME} are allowed")
-        try:
-            name = text.decode()
-        except UnicodeDecodeError:
-            self.fail(f"{what} is not UTF-8: {text[:40]!r}")
-        if not name.isprintable():
-            self.fail(f"{what} has control characters: {text[:40]!r}")
-        return name
+        text = self.string(what).decode(errors="replace")
+        if len(text) > MAX_NAME or not text.isprintable() or "\ufffd" in text:
+            self.fail(f"{what} must be at most {MAX_NAME} printable characters of UTF-8, "
+                      f"not {text[:40]!r}")
+        return text
 
     def value(self, key):
         """A metadata value: int, float, bool, str, Strings, or a read-only array of numbers."""
         kind = self.number("<u4", f"the type of {key!r}")
         if kind == ARRAY:
-            return self.array(key)
+            kind = self.number("<u4", f"the item type of {key!r}")
+            count = self.number("<u8", f"the length of {key!r}")
+            if kind == STRING:
+                return self.strings(count, key)
+            return self.typed_numbers(kind, count, key)
         if kind == STRING:
             return self.string(repr(key)).decode(errors="replace")
         return self.typed_numbers(kind, 1, key)[0].item()
-
-    def array(self, key):
-        kind = self.number("<u4", f"the item type of {key!r}")
-        count = self.number("<u8", f"the length of {key!r}")
-        if kind == ARRAY:
-            self.fail(f"{key!r} is an array of arrays, which no supported model has")
-        return self.strings(count, key) if kind == STRING else self.typed_numbers(kind, count, key)
 
     def typed_numbers(self, kind, count, key):
         if kind not in NUMBERS:
@@ -193,17 +182,14 @@ class Header:
 
 def map_file(path):
     """The file as read-only memory. Opening a pipe would block, so only a plain file will do."""
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise ModelError(f"{path} is not a plain file; give the path of a GGUF file")
     try:
-        status = os.stat(path)
-        if not stat.S_ISREG(status.st_mode):
-            raise ModelError(f"{path} is not a plain file; give the path of a GGUF file")
-        if status.st_size == 0:
-            raise ModelError(f"{path} is empty; fetch the model again")
         with open(path, "rb") as file:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except (OSError, ValueError) as error:
-        problem = getattr(error, "strerror", error)
-        raise ModelError(f"cannot open {str(path)!r}: {problem}") from error
+    except (OSError, ValueError) as error:  # ValueError: it is empty, or the path cannot be one
+        reason = getattr(error, "strerror", error)
+        raise ModelError(f"cannot open {str(path)!r}: {reason}; check the path") from error
 
 
 def read_file(path):
@@ -214,10 +200,8 @@ def read_file(path):
         header.fail("this is not a GGUF file: it does not begin with the letters GGUF")
     header.take(4, "the magic")
     version = header.number("<u4", "the version")
-    if version and version & 0xffff == 0:
-        header.fail("this is a big-endian GGUF; convert the model for a little-endian machine")
     if version not in (2, 3):
-        header.fail(f"GGUF version {version} is not supported, only 2 and 3; convert it again")
+        header.fail(f"GGUF version {version}: only 2 and 3 are supported; convert the model again")
     n_tensors, n_keys = header.count("the number of tensors"), header.count("the number of keys")
 
     metadata = {}
@@ -226,7 +210,7 @@ def read_file(path):
         if key in metadata:
             header.fail(f"the key {key!r} is there twice")
         metadata[key] = header.value(key)
-    alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
+    alignment = metadata.get("general.alignment", 32)
     if not isinstance(alignment, int) or alignment not in ALIGNMENTS:
         header.fail(f"general.alignment is {reprlib.repr(alignment)}; "
                     "it must be a power of two from 8 to 65536")
@@ -267,9 +251,6 @@ class GGUF:
             self.fail(f"a part of {count} must be named NAME-00001-of-{count:05}.gguf and so on")
         self.paths = [self.path.with_name(f"{name[1]}-{i:05}-of-{count:05}.gguf")
                       for i in range(1, count + 1)]
-        missing = [path for path in self.paths if not path.exists()]
-        if missing:
-            self.fail(f"{len(missing)} of {count} parts are missing, first {missing[0].name}")
         self.tensors = {}
         for number, path in reversed(list(enumerate(self.paths))):  # the first part comes last
             self.metadata, tensors = read_file(path)
@@ -280,9 +261,6 @@ class GGUF:
             if twice:
                 self.fail(f"tensor {min(twice)!r} is in two parts")
             self.tensors = tensors | self.tensors
-        total = self.value("split.tensors.count", int, len(self.tensors))
-        if total != len(self.tensors):
-            self.fail(f"the parts hold {len(self.tensors)} tensors, not {total}")
 
     def fail(self, message):
         raise ModelError(f"{self.path}: {message}")
@@ -305,11 +283,11 @@ class GGUF:
             self.fail(f"the key {key!r} must lie in 1..{most}, not {found}")
         return found
 
-    def real(self, key, default=REQUIRED):
+    def real(self, key, default=REQUIRED, most=1e30):
         """A positive float of the metadata, far enough from 0 and infinity to compute with."""
         found = self.value(key, float, default)
-        if not 1e-30 < found < 1e30:
-            self.fail(f"the key {key!r} must lie in 1e-30..1e30, not {found}")
+        if not 1e-30 < found < most:
+            self.fail(f"the key {key!r} must lie in 1e-30..{most:g}, not {found}")
         return found
 
     def tensor(self, name, shape):
@@ -400,9 +378,7 @@ class Config:
         head_dim = gguf.size(f"{family}.attention.key_length", n_embd // n_heads)
         if gguf.size(f"{family}.attention.value_length", n_embd // n_heads) != head_dim:
             gguf.fail("heads of K and V with different sizes are not supported")
-        rms_eps = gguf.real(f"{family}.attention.layer_norm_rms_epsilon")
-        if rms_eps >= 1:
-            gguf.fail(f"the RMSNorm epsilon is {rms_eps}; it must be below 1")
+        rms_eps = gguf.real(f"{family}.attention.layer_norm_rms_epsilon", most=1)
         n_ctx = gguf.size(f"{family}.context_length", most=MAX_POSITION)
         rope_dim = gguf.size(f"{family}.rope.dimension_count", head_dim)
         if rope_dim > head_dim or rope_dim % 2:
@@ -412,21 +388,13 @@ class Config:
         return cls(
             name=gguf.value("general.name", str, gguf.path.stem),
             n_layers=gguf.size(f"{family}.block_count"),
-            n_embd=n_embd,
             n_ff=gguf.size(f"{family}.feed_forward_length"),
-            n_vocab=n_vocab,
-            n_tokens=n_tokens,
-            n_ctx=n_ctx,
-            n_heads=n_heads,
-            n_kv_heads=n_kv_heads,
-            head_dim=head_dim,
-            rms_eps=rms_eps,
+            rope_neox=FAMILIES[family],
             qk_norm="blk.0.attn_q_norm.weight" in gguf.tensors,
             attn_scale=1 / math.sqrt(head_dim),
-            rope_dim=rope_dim,
-            rope_neox=FAMILIES[family],
-            rope_sets=rope_sets,
-            rope_long_from=rope_long_from,
+            n_embd=n_embd, n_vocab=n_vocab, n_tokens=n_tokens, n_ctx=n_ctx,
+            n_heads=n_heads, n_kv_heads=n_kv_heads, head_dim=head_dim, rms_eps=rms_eps,
+            rope_dim=rope_dim, rope_sets=rope_sets, rope_long_from=rope_long_from,
             rope_magnitude=rope_magnitude,
         )
 
@@ -614,10 +582,6 @@ class Binder:
             down=self.matrix({f"{block}.ffn_down.weight": cfg.n_embd}, cfg.n_ff),
         )
 
-    def check_all_bound(self):
-        if self.unbound:
-            self.gguf.fail(f"tensor {min(self.unbound)!r} ({len(self.unbound)} in all) has no "
-                           "place in this family; without it the model would answer wrongly")
 
 
 def load(gguf, ops, progress=None):
@@ -634,7 +598,9 @@ def load(gguf, ops, progress=None):
     output = embed
     if "output.weight" in gguf.tensors:
         output = binder.matrix({"output.weight": cfg.n_vocab}, cfg.n_embd)
-    binder.check_all_bound()
+    if binder.unbound:
+        gguf.fail(f"tensor {min(binder.unbound)!r} ({len(binder.unbound)} in all) has no place "
+                  "in this family; without it the model would answer wrongly")
     return cfg, Weights(embed, layers, output_norm, output)
 
 

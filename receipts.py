@@ -109,17 +109,14 @@ def check_tokens(receipt, prompt, output):
 
 
 def signature(key, fields):
-    text = json.dumps(integral(fields), sort_keys=True, separators=(",", ":"), allow_nan=False)
+    plain = json.loads(json.dumps(fields, allow_nan=False), parse_float=integral)
+    text = json.dumps(plain, sort_keys=True, separators=(",", ":"))
     return hmac.new(key, text.encode(), hashlib.sha256).hexdigest()
 
 
-def integral(value):
-    """`value` with floats such as 1.0 as integers, at every depth."""
-    if isinstance(value, dict):
-        return {name: integral(item) for name, item in value.items()}
-    if isinstance(value, list):
-        return [integral(item) for item in value]
-    return int(value) if isinstance(value, float) and value.is_integer() else value
+def integral(text):
+    """The number that JSON has as this text, 1.0 as an integer."""
+    return int(float(text)) if float(text).is_integer() else float(text)
 
 
 def hash_tokens(ids):
@@ -138,20 +135,16 @@ class ModelHash(threading.Thread):
 
     def __init__(self, paths):
         super().__init__(name="model hash", daemon=True)
-        self.paths, self.sha256, self.error = paths, None, None
+        self.paths, self.sha256 = paths, None
 
     def run(self):
-        try:
+        with contextlib.suppress(OSError):  # result() tries again and raises it
             self.sha256 = hash_model(self.paths)
-        except OSError as error:
-            self.error = error
 
     def result(self):
         """The hash in hex; waits for it. Raises OSError if a file cannot be read."""
         self.join()
-        if self.error:
-            raise self.error
-        return self.sha256
+        return self.sha256 or hash_model(self.paths)
 
 
 def hash_model(paths):
@@ -166,8 +159,7 @@ def hash_model(paths):
         digest = hashlib.sha256()
         for path in paths:
             with open(path, "rb", buffering=0) as file:
-                while block := file.read(1 << 20):
-                    digest.update(block)
+                hashlib.file_digest(file, lambda: digest)
         known[identity] = digest.hexdigest()
         with contextlib.suppress(OSError):  # not to be written: read again the next time
             cache.parent.mkdir(parents=True, exist_ok=True)
@@ -207,19 +199,15 @@ def unique(pairs):
 
 def main(argv=None):
     parser = argparse.ArgumentParser(prog="receipts.py", description="Check receipts of Leone.")
-    parser.add_argument("command", choices=["verify"], help="exit 0 if the receipt is valid, "
-                        "1 if it is not, 2 if that cannot be found out")
+    parser.add_argument("command", choices=["verify"], help="exits 0: valid, 1: not, 2: unknown")
     parser.add_argument("file", metavar="FILE", help="a receipt, or an answer that holds one")
     parser.add_argument("--key", required=True, metavar="FILE", help="the server's --receipt-key")
     args = parser.parse_args(argv)
     try:
         key = load_key(args.key, create=False)
         receipt, prompt, output = read(args.file)
-    except RequestError as error:
+    except (RequestError, OSError) as error:
         print(f"receipts: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"receipts: {error.filename}: {error.strerror}; check the path", file=sys.stderr)
         return 2
     try:
         verify(key, receipt)

@@ -14,6 +14,7 @@ import codecs
 import heapq
 import re
 import unicodedata
+from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
@@ -232,45 +233,42 @@ class Tokenizer:
     def __init__(self, metadata):
         """metadata: mapping of GGUF keys; strings are str or bytes, arrays are any sequence."""
         fields = _Fields(metadata)
-        self.model = fields.string("tokenizer.ggml.model")
+        self.model = fields.get("model", str)
         if self.model not in ("gpt2", "llama"):
             raise ModelError(f"tokenizer model {self.model!r} is not supported; "
                              "use a file with 'gpt2' (BPE) or 'llama' (SentencePiece)")
         bpe = self.model == "gpt2"
-        self.pre = fields.string("tokenizer.ggml.pre", "default") if bpe else None
+        self.pre = fields.get("pre", str, "default") if bpe else None
         if bpe and self.pre not in PRE_TOKENIZERS:
             raise ModelError(f"pre-tokenizer {self.pre!r} is not supported; "
                              f"supported are {', '.join(PRE_TOKENIZERS)}")
-        self.tokens = fields.strings("tokenizer.ggml.tokens")
-        self.n_vocab = len(self.tokens)
-        if not self.n_vocab:
+        self.tokens = fields.strings("tokens")
+        self.n_vocab = n = len(self.tokens)
+        if not n:
             raise ModelError(f"tokenizer.ggml.tokens is empty; {CONVERT}")
         if bpe:
-            self._merges = fields.strings("tokenizer.ggml.merges")
+            self._merges = fields.strings("merges")
         else:
-            self._scores = fields.numbers("tokenizer.ggml.scores", "iuf", self.n_vocab)
-        types = fields.numbers("tokenizer.ggml.token_type", "iu", self.n_vocab, NORMAL)
+            self._scores = fields.numbers("scores", "iuf", n)
+        types = fields.numbers("token_type", "iu", n, [NORMAL] * n)
         if types.min() < 0 or types.max() > BYTE:
             raise ModelError(f"tokenizer.ggml.token_type has values outside 0..{BYTE}; {CONVERT}")
         self._types = np.where(types == UNDEFINED, NORMAL, types).tolist()
 
-        self.bos_id = fields.index("tokenizer.ggml.bos_token_id", self.n_vocab, None if bpe else 1)
-        self.eos_id = fields.index("tokenizer.ggml.eos_token_id", self.n_vocab, None if bpe else 2)
-        pre_adds_bos = PRE_TOKENIZERS[self.pre].add_bos if bpe else True
-        self.add_bos = fields.flag("tokenizer.ggml.add_bos_token",
-                                   pre_adds_bos and self.bos_id is not None)
+        self.bos_id = fields.index("bos_token_id", n, None if bpe else 1)
+        self.eos_id = fields.index("eos_token_id", n, None if bpe else 2)
+        pre_adds_bos = not bpe or PRE_TOKENIZERS[self.pre].add_bos
+        self.add_bos = fields.get("add_bos_token", bool, pre_adds_bos and self.bos_id is not None)
         if self.add_bos and self.bos_id is None:
             raise ModelError("tokenizer.ggml.add_bos_token is true, but there is no bos_token_id; "
                              + CONVERT)
-        self.add_space_prefix = not bpe and fields.flag("tokenizer.ggml.add_space_prefix", True)
+        self.add_space_prefix = not bpe and fields.get("add_space_prefix", bool, True)
         # The file does not say which tokens swallow the white space after them: those of Phi-3 do.
-        name = fields.string("general.name", "").lower()
-        self._strips_after_special = "phi-3" in name or "phi3" in name or (
-            fields.string("general.architecture", "") == "phi3" and not bpe)
-        ends = {fields.index("tokenizer.ggml." + key, self.n_vocab) for key in END_IDS}
-        self.eos_ids = self._find_end_ids(ends | {self.eos_id})
+        self._strips_after_special = not bpe and metadata.get("general.architecture") == "phi3"
+        self.eos_ids = self._find_end_ids({fields.index(key, n) for key in END_IDS} | {self.eos_id})
         self._mark_control_tokens()
-        self._cache = {}
+        self._encode_piece = self._bpe if bpe else self._spm
+        self._encode_short_piece = lru_cache(CACHED_PIECES)(self._encode_piece)
 
     def _find_end_ids(self, ids):
         """Adds the tokens that end a generation by their text to ids (a set that may hold None)."""
@@ -293,9 +291,6 @@ class Tokenizer:
             if types[id] != BYTE and len(_shown(self.tokens[id])) > 1:
                 types[id] = CONTROL
 
-    def __repr__(self):
-        return f"Tokenizer(model={self.model!r}, pre={self.pre!r}, n_vocab={self.n_vocab})"
-
     def describe(self):
         """What `doctor` prints, as a dict of plain values."""
         def named(id):
@@ -304,9 +299,8 @@ class Tokenizer:
             "model": self.model, "pre": self.pre, "tokens": self.n_vocab,
             "control_tokens": self._types.count(CONTROL), "bos": named(self.bos_id),
             "eos": named(self.eos_id), "end_ids": [named(id) for id in sorted(self.eos_ids)],
-            "add_bos": self.add_bos, "add_space_prefix": self.add_space_prefix}
-        if self.model == "gpt2":
-            described["merges"] = len(self._merges)
+            "add_bos": self.add_bos, "add_space_prefix": self.add_space_prefix,
+            "merges": len(self._merges) if self.model == "gpt2" else None}
         if self.pre == "default":
             described["warning"] = ("the file names no pre-tokenizer, so text may be cut otherwise "
                                     "than in training; " + CONVERT)
@@ -355,10 +349,11 @@ class Tokenizer:
         for previous, fragment in zip([None, *fragments], fragments):
             if isinstance(fragment, int):
                 ids.append(fragment)
-            elif self.model == "gpt2":
-                self._encode_pieces(split(fragment, PRE_TOKENIZERS[self.pre]), ids)
-            else:
-                self._encode_pieces(self._split_spm(fragment, previous), ids)
+                continue
+            for piece in (split(fragment, PRE_TOKENIZERS[self.pre]) if self.model == "gpt2"
+                          else self._split_spm(fragment, previous)):
+                short = len(piece) <= CACHED_LENGTH
+                ids += (self._encode_short_piece if short else self._encode_piece)(piece)
         return ids
 
     def _partition(self, text, special):
@@ -392,19 +387,6 @@ class Tokenizer:
         if not self._tokens_start_words:
             return prefix + [text]
         return prefix + re.findall(f"{SPACE_MARK}*[^{SPACE_MARK}]+|{SPACE_MARK}+", text)
-
-    def _encode_pieces(self, pieces, ids):
-        """Appends the tokens of each piece to ids."""
-        cache, encode = self._cache, self._bpe if self.model == "gpt2" else self._spm
-        for piece in pieces:
-            known = cache.get(piece)
-            if known is None:
-                known = encode(piece)
-                if len(piece) <= CACHED_LENGTH:
-                    if len(cache) >= CACHED_PIECES:
-                        cache.clear()
-                    cache[piece] = known
-            ids += known
 
     def _bpe(self, piece):
         data = piece.encode()
@@ -545,10 +527,7 @@ class Stream:
 # ---- Helpers -------------------------------------------------------------------------------------
 
 REQUIRED = object()             # default of metadata that must be there
-
-
-def _wrong(key, kind):
-    return ModelError(f"{key} must be {kind}; {CONVERT}")
+KINDS = {str: "a string", bool: "true or false", int: "an integer"}
 
 
 def _shown(token):
@@ -557,70 +536,44 @@ def _shown(token):
 
 def _without_surrogates(text):
     """Lone surrogates (JSON and the command line can give them) become U+FFFD."""
-    try:
-        text.encode()
-        return text
-    except UnicodeEncodeError:
-        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 class _Fields:
-    """Typed access to metadata: each method raises ModelError for a value of another type."""
+    """Access to tokenizer.ggml.KEY of the metadata: ModelError for a value of another type."""
 
     def __init__(self, metadata):
         self._metadata = metadata
 
-    def _get(self, key, default):
-        value = self._metadata.get(key)
+    def get(self, key, kind=object, default=REQUIRED):
+        value = self._metadata.get(f"tokenizer.ggml.{key}")
         if value is None and default is REQUIRED:
-            raise ModelError(f"{key} is missing; {CONVERT}")
+            raise ModelError(f"tokenizer.ggml.{key} is missing; {CONVERT}")
+        if value is not None and kind not in (object, type(value)):
+            raise ModelError(f"tokenizer.ggml.{key} must be {KINDS[kind]}; {CONVERT}")
         return default if value is None else value
-
-    def string(self, key, default=REQUIRED):
-        value = self._get(key, default)
-        if not isinstance(value, (str, bytes)):
-            raise _wrong(key, "a string")
-        return value if isinstance(value, str) else _shown(value)
 
     def strings(self, key):
         """Returns a list of bytes."""
-        values = self._get(key, REQUIRED)
-        if isinstance(values, (str, bytes)) or not hasattr(values, "__len__"):
-            raise _wrong(key, "an array of strings")
-        values = list(values)
+        value = self.get(key)
+        values = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [0]
         if not set(map(type, values)) <= {str, bytes}:
-            raise _wrong(key, "an array of strings")
+            raise ModelError(f"tokenizer.ggml.{key} must be an array of strings; {CONVERT}")
         return [value if isinstance(value, bytes) else value.encode(errors="surrogateescape")
                 for value in values]
 
     def numbers(self, key, kinds, count, default=REQUIRED):
         """Returns an array of count numbers whose NumPy kind is among kinds."""
-        values = self._get(key, default)
-        if self._metadata.get(key) is None:
-            return np.full(count, default)
-        try:
-            values = np.asarray(values)
-        except (TypeError, ValueError, OverflowError):
-            raise _wrong(key, "an array of numbers") from None
-        if values.ndim != 1 or values.size and values.dtype.kind not in kinds:
-            raise _wrong(key, "an array of integers" if "f" not in kinds else "an array of numbers")
-        if len(values) != count:
-            raise ModelError(f"{key} has {len(values)} entries for {count} tokens; {CONVERT}")
+        values = np.asarray(self.get(key, default=default))
+        if values.shape != (count,) or values.dtype.kind not in kinds:
+            raise ModelError(f"tokenizer.ggml.{key} must be an array of {count} "
+                             f"{'numbers' if 'f' in kinds else 'integers'}; {CONVERT}")
         return values
-
-    def flag(self, key, default):
-        value = self._get(key, default)
-        if not isinstance(value, (bool, np.bool_)):
-            raise _wrong(key, "true or false")
-        return bool(value)
 
     def index(self, key, count, default=None):
         """Returns a token id below count or None."""
-        value = self._get(key, None)
-        if value is None:
-            return default if default is not None and default < count else None
-        if not isinstance(value, (int, np.integer)) or isinstance(value, bool):
-            raise _wrong(key, "an integer")
-        if not 0 <= value < count:
-            raise ModelError(f"{key} is {value}, but there are {count} tokens; {CONVERT}")
-        return int(value)
+        value = self.get(key, int, default)
+        if value is not None and not 0 <= value < count:
+            raise ModelError(f"tokenizer.ggml.{key} is {value}, but there are {count} tokens; "
+                             + CONVERT)
+        return value

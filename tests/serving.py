@@ -87,7 +87,8 @@ class InstantEngine:
     def submit(self, prompt, sampling, max_tokens=None, ignore_eos=False, session=None, choice=0,
                salt="", top_logprobs=0, shown=frozenset()):
         sampling.validate(self.cfg.n_vocab)
-        if not prompt or not all(0 <= id < 0x110000 for id in prompt):
+        if not isinstance(prompt, list) or not prompt or not all(
+                isinstance(id, int) and 0 <= id < 0x110000 for id in prompt):
             raise RequestError("the prompt is empty, or holds what is no token", param="prompt")
         max_tokens = max_tokens or self.cfg.n_ctx - len(prompt)
         if len(prompt) + max_tokens > self.cfg.n_ctx:

@@ -75,13 +75,13 @@ SCALING = "llama.rope.scaling."
 # name -> (bytes of the file, what the message must say)
 CASES = {
     # not a GGUF file
-    "empty": (b"", "is empty"),
+    "empty": (b"", "cannot open .* empty"),
     "two bytes": (b"GG", "not a GGUF file"),
     "another format": (b"PK\3\4" + bytes(100), "not a GGUF file"),
     "version 0": (tiny(version=0), "version 0"),
-    "version 1": (tiny(version=1), "version 1 is not supported"),
+    "version 1": (tiny(version=1), "GGUF version 1: only 2 and 3"),
     "version 99": (tiny(version=99), "version 99"),
-    "big endian": (tiny(version=3 << 24), "big-endian"),
+    "big endian": (tiny(version=3 << 24), "only 2 and 3"),
     # cut off, in every section
     "cut in the version": (VALID[:6], "the version"),
     "cut in the number of tensors": (VALID[:12], "number of tensors"),
@@ -109,9 +109,9 @@ CASES = {
     "one tensor too many": (tiny(n_tensors=12), "."),
     "a key of 2^63 bytes": (with_key(struct.pack("<Q", 1 << 63)), "metadata key goes on"),
     "a key of 2^64 - 1 bytes": (with_key(HUGE), "metadata key goes on"),
-    "a key of 1000 bytes": (with_key(c.entry("k" * 1000, 1)), "1000 bytes; at most"),
-    "a key that is not UTF-8": (with_key(c.entry(b"\xff\xfe", 1)), "not UTF-8"),
-    "a key with a line break": (with_key(c.entry("a\nb", 1)), "control characters"),
+    "a key of 1000 bytes": (with_key(c.entry("k" * 1000, 1)), "at most 128 printable"),
+    "a key that is not UTF-8": (with_key(c.entry(b"\xff\xfe", 1)), "characters of UTF-8"),
+    "a key with a line break": (with_key(c.entry("a\nb", 1)), "printable characters"),
     "a string of 2^40 bytes": (with_key(c.key("k", c.STRING, struct.pack("<Q", 1 << 40))), "'k' "),
     "an array of 2^61 numbers": (with_key(c.array("k", c.U32, 1 << 61, b"")), "'k' goes on past"),
     "an array of 2^64 - 1 bytes": (with_key(c.array("k", c.U8, (1 << 64) - 1, b"")), "'k' goes on"),
@@ -120,9 +120,9 @@ CASES = {
         with_key(c.array("k", c.STRING, 2, struct.pack("<Q", 1 << 63))), "a string of 'k'"),
     "an array with a string of 2^64 - 1 bytes": (
         with_key(c.array("k", c.STRING, 2, HUGE + bytes(8))), "a string of 'k'"),
-    "an array of arrays": (with_key(c.array("k", c.ARRAY, 1, bytes(12))), "array of arrays"),
+    "an array of arrays": (with_key(c.array("k", c.ARRAY, 1, bytes(12))), "value type 9"),
     "2000 nested arrays": (
-        with_key(c.array("k", c.ARRAY, 1, struct.pack("<IQ", c.ARRAY, 1) * 2000)), "of arrays"),
+        with_key(c.array("k", c.ARRAY, 1, struct.pack("<IQ", c.ARRAY, 1) * 2000)), "value type 9"),
     "value type 13": (with_key(c.key("k", 13, bytes(8))), "unknown value type 13"),
     "item type 99": (with_key(c.array("k", 99, 1, bytes(8))), "unknown value type 99"),
     "a key twice": (with_key(c.entry("general.name", "again")), "'general.name' is there twice"),
@@ -148,8 +148,8 @@ CASES = {
     "an offset of 2^40": (with_tensor("t", [4], offset=1 << 40), "ends at byte 1099"),
     "an offset of 2^64 - 32": (with_tensor("t", [4], offset=(1 << 64) - 32), "ends at byte 1844"),
     "a tensor twice": (with_tensor(NORM, [4]), "is there twice"),
-    "a tensor name that is not UTF-8": (with_tensor(b"\xff", [4]), "not UTF-8"),
-    "a tensor name of 300 bytes": (with_tensor("n" * 300, [4]), "300 bytes; at most"),
+    "a tensor name that is not UTF-8": (with_tensor(b"\xff", [4]), "characters of UTF-8"),
+    "a tensor name of 300 bytes": (with_tensor("n" * 300, [4]), "at most 128 printable"),
     # metadata without sense
     "no architecture": (key_is("general.architecture", DROP), "'general.architecture' is missing"),
     "architecture as a number": (key_is("general.architecture", 7), "must be of type str, not 7"),
@@ -167,7 +167,7 @@ CASES = {
     "epsilon is not a number": (key_is(EPS, float("nan")), "not nan"),
     "epsilon is infinite": (key_is(EPS, float("inf")), "not inf"),
     "epsilon is 0": (key_is(EPS, 0.0), "not 0.0"),
-    "epsilon is 2": (key_is(EPS, 2.0), "below 1"),
+    "epsilon is 2": (key_is(EPS, 2.0), "not 2.0"),
     "a RoPE base of 0": (key_is("llama.rope.freq_base", 0.0), "not 0.0"),
     "7 rotated values": (key_is("llama.rope.dimension_count", 7), "cannot rotate 7"),
     "more rotated values than a head has": (key_is("llama.rope.dimension_count", 10), "rotate 10"),

@@ -154,14 +154,12 @@ def test_split_file_in_disorder(tmp_path):
     paths = split(tmp_path, part2={"split.count": 4})
     with pytest.raises(ModelError, match="split.count of m-00003-of-00003.gguf must be 3, not 4"):
         model.GGUF(paths[0])
-    paths = split(tmp_path, part0={"split.tensors.count": 12})
-    with pytest.raises(ModelError, match="the parts hold 11 tensors, not 12"):
-        model.GGUF(paths[1])
+    paths = split(tmp_path)
     write(paths[1], {"split.no": 1, "split.count": 3}, c.tiny_model()[1])
     with pytest.raises(ModelError, match="is in two parts"):
         model.GGUF(paths[0])
     paths[2].unlink()
-    with pytest.raises(ModelError, match="1 of 3 parts are missing, first m-00003-of-00003.gguf"):
+    with pytest.raises(ModelError, match="cannot open .*m-00003-of-00003.gguf"):
         model.GGUF(paths[0])
     with pytest.raises(ModelError, match="must be named NAME-00001-of-00003.gguf"):
         model.GGUF(paths[0].rename(tmp_path / "renamed.gguf"))

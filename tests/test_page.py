@@ -69,7 +69,7 @@ def beside_others(*answers):
     ours = iter(answers)
 
     def send(stub, body):
-        if "lion number" not in body["messages"][0]["content"]:
+        if "story about a lion" not in body["messages"][0]["content"]:
             yield from next(ours)(stub, body)
         for i in range(2000 if "n" in body else 0):
             time.sleep(0.01)
@@ -181,13 +181,11 @@ def test_an_answer(page, stub):
     page.fill("#temperature", "0.5")
     page.fill("#seed", "7")
     page.fill("#limit", "33")
-    page.fill("#system", "Be brief.")
-    page.fill("#session", "den")
     put(page, "What does\nthe lion do?")
     idle(page)
     assert blocks(page) == len(WORDS) + 1
     assert page.inner_text(".text") == "".join(WORDS)
-    assert page.text_content(".thought") == " hmm" and not page.is_visible(".thought")
+    assert page.text_content(".thought") == " hmm"
     assert page.inner_text(".read") == "30 (12)" and page.inner_text(".count") == "10"
     assert page.inner_text(".first").endswith(" s") and float(page.inner_text(".rate")) > 0
     assert page.inner_text("#model") == "a-model" and page.inner_text("#status") == "Done."
@@ -195,22 +193,18 @@ def test_an_answer(page, stub):
     assert json.loads(page.inner_text("pre")) == {"receipt": {"id": "chatcmpl-1", "hmac": "ab"},
                                                   "prompt_token_ids": [1, 2],
                                                   "token_ids": list(range(len(WORDS)))}
-    page.click("text=Copy")
-    page.get_by_text("are in the clipboard").wait_for()
     body = stub.bodies[0]
-    assert body["messages"] == [{"role": "system", "content": "Be brief."},
-                                {"role": "user", "content": "What does\nthe lion do?"}]
-    expected = {"temperature": 0.5, "seed": 7, "max_tokens": 33, "session": "den", "stream": True,
-                "logprobs": True, "receipt": True, "stream_options": {"include_usage": True}}
+    assert body["messages"] == [{"role": "user", "content": "What does\nthe lion do?"}]
+    expected = {"temperature": 0.5, "seed": 7, "max_tokens": 33, "stream": True, "logprobs": True,
+                "receipt": True, "stream_options": {"include_usage": True}}
     assert {name: body[name] for name in expected} == expected
     put(page, "And then?")
     page.locator("article").nth(1).wait_for()
     idle(page)
     assert [m["content"] for m in stub.bodies[1]["messages"]] == [
-        "Be brief.", "What does\nthe lion do?", "".join(WORDS), "And then?"]
+        "What does\nthe lion do?", "".join(WORDS), "And then?"]
     page.click("text=New conversation")
-    page.locator("#welcome").wait_for()
-    assert page.locator("article").count() == 0
+    page.locator("article").first.wait_for(state="detached")
 
 
 def test_text_is_never_markup(page, stub):
@@ -223,10 +217,10 @@ def test_text_is_never_markup(page, stub):
 
 
 def test_any_cut_of_the_stream(page, stub):
-    """Events cut at every byte, with other line ends, comments, and two in one piece."""
+    """Events cut at every byte, with comments, and two in one piece."""
     def send(*_):
-        text = ": hello\n\n" + "".join(map(delta, WORDS[:5])) + "data: {\ndata:\"choices\": []}\n\n"
-        text += "".join(delta(word).replace("\n\n", "\r\n\r\n") for word in WORDS[5:])
+        text = ": hello\n\n" + "".join(map(delta, WORDS[:5])) + event({"choices": []})
+        text += "".join(map(delta, WORDS[5:]))
         for byte in (text + "".join(ending([0]))).encode():
             yield bytes([byte])
     stub.script[:] = [send]
@@ -248,20 +242,20 @@ def test_a_stream_that_fails(page, stub, end, said):
 
 
 def test_refusals(page, stub):
-    """A busy server is asked again when it says; no receipts, then without; a key, only on 401."""
+    """A busy server is asked again when it says; no receipts, then without; the key."""
     def refuse(status, message, headers=None, param=None):
         return status, headers or {}, {"error": {"message": message, "param": param}}
 
     stub.bodies.clear()
     stub.headers.clear()
     stub.script[:] = [refuse(400, "no receipts", param="receipt"),
-                      refuse(429, "full", {"retry-after-ms": "700", "Retry-After": "1"}),
+                      refuse(429, "full", {"Retry-After": "1"}),
                       refuse(401, "This server wants an API key."), answer(["yes"])]
-    assert not page.is_visible("#key")
     put(page, "May I?")
-    page.get_by_text("Asking again in 0.7 s").wait_for()
+    page.get_by_text("Asking again in 1 s").wait_for()
     page.get_by_text("This server wants an API key.").wait_for()
     assert page.input_value("#prompt") == "May I?" and page.locator(".question").count() == 0
+    page.click("summary:text('Settings')")
     page.fill("#key", "secret")
     page.click("#send")
     page.locator(".text", has_text="yes").wait_for()
@@ -278,7 +272,7 @@ def test_meter_moves_and_stop_stops(page, stub):
     page.locator(".wall i").nth(30).wait_for()
     seen = set()
     for _ in range(8):
-        seen.add(page.get_attribute("svg path", "d"))
+        seen.add(page.evaluate("document.querySelector('progress').value"))
         page.wait_for_timeout(200)
     assert len(seen) >= 4 and 10 < float(page.inner_text(".rate")) < 60
     page.locator("#send", has_text="Stop").click()
@@ -307,8 +301,7 @@ def test_a_difference_is_found(page, stub):
     assert page.locator(".token").nth(1).inner_text().startswith('Token 5, " today"')
     first, *others, second = stub.bodies
     assert first == second and first["seed"] >= 0
-    assert sum(body["n"] for body in others) == 7
-    assert len({body["messages"][0]["content"] for body in others}) == 4
+    assert others[0]["n"] == 7
     idle(page)
 
 

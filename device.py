@@ -4,8 +4,10 @@ An op's result lives in a fixed scratch buffer until the same op is called again
 allocates nothing and can be captured into a graph. Shapes are (rows, columns). All work goes to
 one stream, in order.
 """
+import contextlib
 import ctypes
 import hashlib
+import itertools
 import math
 import struct
 from dataclasses import dataclass
@@ -15,7 +17,7 @@ import numpy as np
 from gguf import quants
 
 from errors import DeviceError
-from kv import PAGE
+from kv import PAGE, Batch
 
 try:
     from cuda.bindings import driver
@@ -132,20 +134,6 @@ class Activations:
     cols: int
 
 
-@dataclass(frozen=True)
-class DeviceBatch:
-    """A kv.Batch on the device: the same fields as Buffers."""
-    tokens: Buffer
-    positions: Buffer
-    slots: Buffer
-    rope_sets: Buffer
-    logit_rows: Buffer
-    tiles: Buffer
-    page_table: Buffer
-    rows: int
-    tile_rows: int  # of the largest tile
-
-
 def padded(n, multiple):
     return -(-n // multiple) * multiple
 
@@ -166,7 +154,7 @@ def unpack_rows(x):
 REPACKED_AS_F16 = ("F16", "BF16", "F32")  # the file formats that PACKINGS does not name
 TILE_ROWS, PART_CHUNKS = 16, 4
 STACK = 4  # row blocks that one launch of linear takes
-STAGING_BYTES = 32 << 20
+STAGING_BYTES = 32 << 20  # weights on their way to the card
 KV_FORMATS = {"f32": 0, "f16": 1, "q8": 2}  # as kernels.cu counts them
 Q8_BLOCK = 32  # values along head_dim that share an f16 scale
 # Head sizes of the tensor-core attention kernels, and how many of their blocks a multiprocessor
@@ -178,49 +166,29 @@ SEGMENT = 256  # positions under one running softmax
 PARTS_LIMIT = 1 << 28  # bytes of scratch for segments that wait to be merged
 ROW_THREADS = 1024  # of the kernels that hold a row in a block
 
-
-@dataclass(frozen=True)
-class Packing:
-    """How kernels.cu holds weights of a format: see `Packed` there."""
-    number: int  # in enum WeightFormat
-    words: int  # 32-bit words of a lane for a chunk
-    part_bytes: int  # scales of a 16-row tile for a part
-
-    def tile_bytes(self, chunks):
-        parts = -(-chunks // PART_CHUNKS)
-        return padded(chunks * 128 * self.words + parts * self.part_bytes, 128)
-
-
-PACKINGS = {
-    "Q4_K": Packing(0, 4, 320), "Q5_K": Packing(1, 5, 320), "Q6_K": Packing(2, 6, 288),
-    "Q8_0": Packing(3, 8, 256), "Q4_0": Packing(4, 4, 256), "Q4_1": Packing(5, 4, 512),
-    "F16": Packing(6, 16, 0)}
-
-
-@dataclass(frozen=True)
-class BlockShape:
-    """A thread block of linear_some or linear_many: see `BlockShape` in kernels.cu."""
-    row_tiles: int
-    token_tiles: int
-    warps: int
-    groups: int
-    step: int
-
-    def shares(self, blocks):
-        """Thread blocks for each row block."""
-        columns = TILE_ROWS * self.row_tiles * self.warps
-        return [-(-b.rows // columns) for b in blocks]
-
-    def shared_bytes(self, words):
-        tiles = self.row_tiles * self.warps
-        slot = 1024 * self.token_tiles + 128 * words * tiles
-        totals = 512 * tiles * self.token_tiles if self.groups > 1 else 0
-        return 2 * self.step * self.groups * slot + totals
-
-
-SOME_ROWS, MANY_ROWS = BlockShape(1, 4, 4, 2, 2), BlockShape(2, 8, 8, 1, 2)
-FEW_WARPS = 8
+# How kernels.cu holds weights of a format (see `Packed` there), in the order of enum WeightFormat:
+# 32-bit words of a lane for a chunk, bytes of scales of a 16-row tile for a part.
+PACKINGS = {"Q4_K": (4, 320), "Q5_K": (5, 320), "Q6_K": (6, 288), "Q8_0": (8, 256),
+            "Q4_0": (4, 256), "Q4_1": (4, 512), "F16": (16, 0)}
+FORMAT_NUMBERS = {name: number for number, name in enumerate(PACKINGS)}
 FEW_ROWS = 8  # of a step whose kernels are launched early
+BLOCK_THREADS = 256  # of every kernel that packs or multiplies matrices
+# Kernels for more than 16 rows: rows and columns of y that a block holds, and the groups of warps
+# that take parts of K in turn (see `BlockShape` in kernels.cu).
+SOME_ROWS, MANY_ROWS = ("linear_some", 32, 64, 2), ("linear_many", 64, 256, 1)
+
+
+def packing_of(tensor):
+    """The format in which a tensor is packed: its own, or F16."""
+    return tensor.type.name if tensor.type.name in PACKINGS else "F16"
+
+
+def packed_bytes(format, rows, cols):
+    """Bytes of `rows` rows in whole tiles of TILE_ROWS."""
+    words, part_bytes = PACKINGS[format]
+    chunks = chunks_of(cols)
+    tile = padded(chunks * 128 * words + -(-chunks // PART_CHUNKS) * part_bytes, 128)
+    return -(-rows // TILE_ROWS) * tile
 
 
 @dataclass(frozen=True)
@@ -240,10 +208,6 @@ class Matrix:
     rows: int
     cols: int
 
-    @property
-    def chunks(self):
-        return chunks_of(self.cols)
-
 
 @dataclass(frozen=True)
 class Pages:
@@ -260,40 +224,16 @@ class Pages:
     def nbytes(self):
         return self.data.nbytes
 
+    @property
+    def page_bytes(self):
+        """Bytes of one page in one layer."""
+        return self.nbytes // (self.n_pages * self.n_layers)
 
-def page_bytes(cfg, kv_format):
-    """Bytes of one page in one layer: K and V of PAGE tokens, all KV heads."""
-    value = {"f32": 4, "f16": 2, "q8": 1 + 2 / Q8_BLOCK}[kv_format]
-    return int(2 * cfg.n_kv_heads * PAGE * cfg.head_dim * value)
-
-
-class Staging:
-    """Two pinned host buffers and one on the card, for the weights on their way."""
-
-    def __init__(self, device, nbytes):
-        self.device, self.nbytes, self.turn = device, nbytes, 0
-        self.target = device.alloc(nbytes, "staging")
-        self.pointers = [call("cuMemHostAlloc", nbytes, 0) for _ in range(2)]
-        self.arrays = [np.frombuffer((ctypes.c_uint8 * nbytes).from_address(int(p)), np.uint8)
-                       for p in self.pointers]
-        self.copied = [call("cuEventCreate", 0) for _ in range(2)]
-
-    def send(self, data):
-        """Copy bytes to the card in stream order; `data` may change afterwards."""
-        self.turn ^= 1
-        call("cuEventSynchronize", self.copied[self.turn])
-        self.arrays[self.turn][:data.nbytes] = data
-        call("cuMemcpyHtoDAsync", self.target.ptr, self.pointers[self.turn], data.nbytes,
-             self.device.stream)
-        call("cuEventRecord", self.copied[self.turn], self.device.stream)
-        return self.target
-
-    def release(self):
-        self.device.synchronize()
-        self.device.free(self.target)
-        for event, pointer in zip(self.copied, self.pointers):
-            call("cuEventDestroy", event)
-            call("cuMemFreeHost", pointer)
+    def blocks(self, pages):
+        """The storage of each of `pages` in each layer, as byte Buffers."""
+        return [self.data.view((self.page_bytes,), np.uint8,
+                               (layer * self.n_pages + page) * self.page_bytes)
+                for page in pages for layer in range(self.n_layers)]
 
 
 def few_shares(blocks, total):
@@ -313,9 +253,7 @@ class Device:
     name = "cuda"
 
     def __init__(self):
-        state = cubin_state()
-        if driver is None:
-            raise DeviceError(DRIVER_MISSING)
+        state = DRIVER_MISSING if driver is None else cubin_state()
         if state != "ok":
             raise DeviceError(state)
         try:
@@ -326,25 +264,30 @@ class Device:
         self.arch, self.card_name = architecture(self.card), card_name(self.card)
         self.architecture = f"sm_{self.arch}"
         self.multiprocessors = attribute(self.card, "MULTIPROCESSOR_COUNT")
-        self.context = call("cuDevicePrimaryCtxRetain", self.card)
-        call("cuCtxSetCurrent", self.context)
-        self.stream = call("cuStreamCreate", 0)
-        image = CUBIN.read_bytes()[:-HASH_LENGTH]
-        self.library = call("cuLibraryLoadData", image, [], [], 0, [], [], 0)
-        self.fingerprint = hashlib.sha256(image).hexdigest()
         self.kernels = {}
         self.allocated = {}  # purpose -> bytes that the driver gave
         self.scratch = {}  # (name, columns, dtype) -> Buffer
-        self.generation = 0  # grows when a scratch buffer moves: captured graphs are stale then
         self.addresses = {}  # ptr -> (nbytes, purpose), for free()
-        self.staging = None  # Staging, while weights load
         self.frequencies = {}  # Config.rope_sets -> f64 [sets, pairs]
-        self.graphs = {}  # (key, generation) -> (graph, result), None before its capture
+        self.graphs = {}  # key -> (graph, result), None before its capture
         self.adjustments = None  # sampling.ADJUSTMENT [slots, n_vocab], from the first penalty on
         self.page_table = None  # what the device's copy holds
-        self.landings = [(call("cuEventCreate", 0), int(call("cuMemAllocHost", LANDING_BYTES)))
-                         for _ in range(4)]  # pinned memory for results on their way to the host
-        self.landing = 0
+        with contextlib.ExitStack() as self.opened:  # what was opened is closed if a call fails
+            context = call("cuDevicePrimaryCtxRetain", self.card)
+            self.opened.callback(call, "cuDevicePrimaryCtxRelease", self.card)
+            call("cuCtxSetCurrent", context)
+            self.stream = self.open("cuStreamCreate", 0, undo="cuStreamDestroy")
+            image = CUBIN.read_bytes()[:-HASH_LENGTH]
+            self.library = self.open("cuLibraryLoadData", image, [], [], 0, [], [], 0,
+                                     undo="cuLibraryUnload")
+            self.fingerprint = hashlib.sha256(image).hexdigest()
+            # pinned memory for results on their way to the host, taken in turn
+            self.landings = itertools.cycle([
+                (self.open("cuEventCreate", 0, undo="cuEventDestroy"),
+                 int(self.open("cuMemAllocHost", LANDING_BYTES, undo="cuMemFreeHost")))
+                for _ in range(4)])
+            self.opened.callback(self.free_all)
+            self.opened = self.opened.pop_all()
         # On sm_90 and later a kernel may start while its predecessor ends: see follow_predecessor.
         self.launch_early = False
         attribute_id = driver.CUlaunchAttributeID
@@ -352,7 +295,7 @@ class Device:
         early.id = attribute_id.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
         early.value.programmaticStreamSerializationAllowed = 1
         self.launch_config = driver.CUlaunchConfig()
-        self.launch_config.attrs, self.launch_config.numAttrs = [early], 1
+        self.launch_config.attrs = [early]
         self.launch_config.blockDimY = self.launch_config.blockDimZ = 1
         self.launch_config.hStream = self.stream
         # Parameters are written into fixed slots; the driver copies them during the launch call.
@@ -361,31 +304,31 @@ class Device:
             *(ctypes.addressof(self.slots) + 8 * i for i in range(32)))
         self.parameters = ctypes.addressof(self.slot_pointers)
 
+    def open(self, name, *args, undo):
+        """What the driver function `name` makes, given to the function `undo` by close()."""
+        made = call(name, *args)
+        self.opened.callback(call, undo, made)
+        return made
+
     def close(self):
-        if self.context is None:
-            return
-        self.synchronize()
+        """Give everything back. A second call does nothing."""
+        self.opened.close()
+
+    def free_all(self):
+        self.drop_graphs()
         for ptr in list(self.addresses):
             self.free(ptr)
-        for _, staging in self.landings:
-            call("cuMemFreeHost", staging)
-        call("cuLibraryUnload", self.library)
-        call("cuStreamDestroy", self.stream)
-        call("cuDevicePrimaryCtxRelease", self.card)
-        self.context = None
 
-    def kernel(self, name, smem=0):
-        """The kernel `name`, allowed to use `smem` bytes of dynamic shared memory."""
-        function, allowed = self.kernels.get(name, (None, 49152))
-        if function is None:
-            found = call("cuLibraryGetKernel", self.library, name.encode())
-            function = driver.CUfunction(int(found))
-        if smem > allowed:
-            limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            call("cuKernelSetAttribute", limit, smem, driver.CUkernel(int(function)), self.card)
-            allowed = smem
-        self.kernels[name] = function, allowed
-        return function
+    def kernel(self, name, smem):
+        """The kernel `name`; one that takes dynamic shared memory may take all that there is."""
+        if name not in self.kernels:
+            function = call("cuLibraryGetKernel", self.library, name.encode())
+            if smem:
+                limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+                most = attribute(self.card, "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN")
+                call("cuKernelSetAttribute", limit, most, function, self.card)
+            self.kernels[name] = driver.CUfunction(int(function))
+        return self.kernels[name]
 
     def launch(self, name, grid, block, args, smem=0):
         """Launch kernel `name` with `grid` (x, y, z) blocks of `block` threads.
@@ -394,24 +337,18 @@ class Device:
         """
         if 0 in grid:  # no rows, for example no logits wanted
             return
-        function = self.kernel(name, smem)
         for i, value in enumerate(args):
             if isinstance(value, Buffer):
                 self.slots[i] = value.ptr
-            elif value is None:
-                self.slots[i] = 0
             elif isinstance(value, float):
-                self.slots[i] = struct.unpack("<I", struct.pack("<f", value))[0]
+                struct.pack_into("<f", self.slots, 8 * i, value)
             else:
-                self.slots[i] = int(value) & 0xFFFFFFFF
-        if not self.launch_early:
-            call("cuLaunchKernel", function, *grid, block, 1, 1, smem, self.stream,
-                 self.parameters, 0)
-            return
+                self.slots[i] = int(value or 0) & 0xFFFFFFFF
         config = self.launch_config
         config.gridDimX, config.gridDimY, config.gridDimZ = grid
         config.blockDimX, config.sharedMemBytes = block, smem
-        call("cuLaunchKernelEx", config, function, self.parameters, 0)
+        config.numAttrs = int(self.launch_early)
+        call("cuLaunchKernelEx", config, self.kernel(name, smem), self.parameters, 0)
 
     def alloc(self, nbytes, purpose):
         """`nbytes` of device memory, counted under `purpose`. Raises DeviceError."""
@@ -421,6 +358,8 @@ class Device:
         return Buffer(ptr, (nbytes,), np.dtype(np.uint8))
 
     def free(self, buffer):
+        """Give memory back, once nothing that was launched can still use it."""
+        self.synchronize()
         ptr = buffer.ptr if isinstance(buffer, Buffer) else buffer
         nbytes, purpose = self.addresses.pop(ptr)
         self.allocated[purpose] -= nbytes
@@ -433,9 +372,8 @@ class Device:
         have = self.scratch.get(key)
         if have is None or have.shape[0] < rows:
             if have is not None:
-                self.synchronize()
                 self.free(have)
-                self.generation += 1
+                self.drop_graphs()
             capacity = max(8, 1 << (rows - 1).bit_length())
             nbytes = capacity * int(np.prod(shape[1:])) * dtype.itemsize
             block = self.alloc(nbytes, "scratch")
@@ -451,10 +389,10 @@ class Device:
         return buffer
 
     def write(self, buffer, array):
-        """Copy host memory to the device and wait: the host array may change afterwards."""
+        """Copy an array to the start of a Buffer, in stream order. The array may change afterwards:
+        of memory that is not pinned the driver has a copy when the call returns."""
         if array.nbytes:
             call("cuMemcpyHtoDAsync", buffer.ptr, array.ctypes.data, array.nbytes, self.stream)
-            self.synchronize()
 
     def download(self, buffer):
         """The contents of a Buffer or of Activations as a NumPy array; waits for the stream."""
@@ -484,68 +422,52 @@ class Device:
         packed together.
         """
         rows, cols = sum(t.shape[0] for t in tensors), tensors[0].shape[1]
+        if cols % 4:
+            raise DeviceError(f"the CUDA kernels read four columns at a time, and a matrix of this "
+                              f"model has {cols}: use --backend cpu")
         weight_scale = self.alloc(4 * rows, "weights").view((rows,), np.float32)
-        runs = []  # [packing name, tensors, rows]
-        for tensor in tensors:
-            name = tensor.type.name if tensor.type.name in PACKINGS else "F16"
-            if runs and runs[-1][0] == name and runs[-1][2] % TILE_ROWS == 0:
-                runs[-1][1].append(tensor)
-                runs[-1][2] += tensor.shape[0]
-            else:
-                runs.append([name, [tensor], tensor.shape[0]])
+
+        def block_of(tensor):  # the same for neighbours of one format that fill whole tiles
+            return packing_of(tensor), tensor.shape[0] % TILE_ROWS and id(tensor)
+
         blocks, row = [], 0
-        for name, members, block_rows in runs:
-            tile_bytes = PACKINGS[name].tile_bytes(chunks_of(cols))
-            packed = self.alloc(-(-block_rows // TILE_ROWS) * tile_bytes, "weights")
-            blocks.append(RowBlock(packed, name, block_rows))
-            first = 0
+        for (format, _), members in itertools.groupby(tensors, block_of):
+            members, first = list(members), 0
+            packed = self.alloc(packed_bytes(format, sum(t.shape[0] for t in members), cols),
+                                "weights")
             for tensor in members:
-                self.repack(tensor, packed.view((), offset=first // TILE_ROWS * tile_bytes),
-                            tile_bytes, weight_scale.view((), offset=4 * (row + first)))
+                self.repack(tensor, packed.view((), offset=packed_bytes(format, first, cols)),
+                            weight_scale.view((), offset=4 * (row + first)))
                 first += tensor.shape[0]
-            row += block_rows
+            blocks.append(RowBlock(packed, format, first))
+            row += first
         return Matrix(tuple(blocks), weight_scale, None if bias is None else self.vector(bias),
                       rows, cols)
 
-    def repack(self, tensor, packed, tile_bytes, weight_scale):
-        """Copy a tensor to the card through pinned memory and bring it into packed order there."""
+    def repack(self, tensor, packed, weight_scale):
+        """Bring a tensor to the card in pieces, and into packed order there."""
         rows, cols = tensor.shape
         source = np.asarray(tensor.data).reshape(rows, -1)
         format = tensor.type.name
         native = format in PACKINGS or format in REPACKED_AS_F16
-        row_bytes = source.shape[1] if native else 4 * cols
+        row_bytes = source[0].nbytes if native else 4 * cols
         step = max(STAGING_BYTES // row_bytes // TILE_ROWS, 1) * TILE_ROWS
+        raw = self.buffer("repack", (max(step * row_bytes, STAGING_BYTES),), np.uint8)
         for first in range(0, rows, step):
             part = source[first:first + step]
             if not native:
                 part = quants.dequantize(part, tensor.type)
-            raw = self.stage(part.reshape(-1).view(np.uint8))
-            tile = first // TILE_ROWS
+            self.write(raw, part)
             self.launch(f"linear_repack_{(format if native else 'F32').lower()}",
-                        (-(-len(part) // TILE_ROWS), 1, 1), 256,
-                        (raw, packed.view((), offset=tile * tile_bytes),
+                        (-(-len(part) // TILE_ROWS), 1, 1), BLOCK_THREADS,
+                        (raw, packed.view((), offset=packed_bytes(packing_of(tensor), first, cols)),
                          weight_scale.view((), offset=4 * first), len(part), cols))
-
-    def stage(self, data):
-        """Bring bytes to the card for the next launch. The host copy of one piece runs while the
-        one before is on its way: two pinned buffers, one on the card."""
-        if self.staging is None or self.staging.nbytes < data.nbytes:
-            self.release_staging()
-            self.staging = Staging(self, max(data.nbytes, STAGING_BYTES))
-        return self.staging.send(data)
-
-    def release_staging(self):
-        """Give back what loading needs: call it when the weights are there."""
-        if self.staging is not None:
-            self.staging.release()
-            self.staging = None
 
     def vector(self, array):
         return self.upload(np.asarray(array, np.float32), "weights")
 
     def pages(self, cfg, n_pages, kv_format):
         """Zeroed storage for `n_pages` pages of all layers. Raises DeviceError."""
-        self.release_staging()  # the weights are there
         fits = (cfg.head_dim in ATTENTION_BLOCKS if kv_format != "f32" else
                 cfg.head_dim % Q8_BLOCK == 0 and cfg.head_dim <= 256)
         if not fits:
@@ -553,7 +475,9 @@ class Device:
                 f"the CUDA kernels have no attention for heads of {cfg.head_dim} values; they "
                 f"have {', '.join(map(str, ATTENTION_BLOCKS))}: use --backend cpu")
         self.tile_tokens(cfg)  # raises if the group is too large
-        data = self.alloc(cfg.n_layers * n_pages * page_bytes(cfg, kv_format), "kv")
+        for key in [key for key in self.scratch if key[0] == "repack"]:  # the weights are there
+            self.free(self.scratch.pop(key))
+        data = self.alloc(n_pages * PAGE * cfg.kv_bytes_per_token(kv_format), "kv")
         call("cuMemsetD8Async", data.ptr, 0, max(data.nbytes, 16), self.stream)
         return Pages(data, cfg.n_layers, n_pages, kv_format)
 
@@ -571,29 +495,28 @@ class Device:
     captures = True  # decode batches are padded to a bucket and replayed as a graph
 
     def upload_batch(self, batch):
-        """A kv.Batch as a DeviceBatch in fixed buffers, in stream order."""
-        fields = [batch.tokens, batch.positions, batch.slots, batch.rope_sets, batch.logit_rows,
-                  batch.tiles.reshape(-1)]
-        packed = np.concatenate(fields)
+        """A kv.Batch whose fields are Buffers, copied into fixed places in stream order."""
+        fields = {name: array for name, array in vars(batch).items() if name != "page_table"}
+        packed = np.concatenate([array.reshape(-1) for array in fields.values()])
         # Worth 7% of a step of 1 row and 3% of 8 (8B on an H200); at 64 rows it costs 10%, since
         # waiting blocks take room, and an eager launch takes Python longer.
         self.launch_early = self.arch >= 90 and len(batch.tokens) <= FEW_ROWS
-        block = self.buffer("batch", (len(packed),), np.int32)
-        call("cuMemcpyHtoDAsync", block.ptr, packed.ctypes.data, packed.nbytes, self.stream)
+        block = self.buffer("batch", packed.shape, np.int32)
+        self.write(block, packed)
         table = self.buffer("page_table", batch.page_table.shape, np.int32)
-        if self.page_table is None or not np.array_equal(self.page_table, batch.page_table):
+        if not np.array_equal(self.page_table, batch.page_table):
             self.page_table = batch.page_table.copy()
-            call("cuMemcpyHtoDAsync", table.ptr, self.page_table.ctypes.data,
-                 self.page_table.nbytes, self.stream)
-        starts = np.cumsum([0] + [4 * len(f) for f in fields]).tolist()
-        parts = [block.view((len(f),), offset=at) for f, at in zip(fields, starts)]
-        tiles = parts.pop().view(batch.tiles.shape)
-        return DeviceBatch(*parts, tiles, table, len(batch.tokens), max(batch.tiles[:, 1]))
+            self.write(table, self.page_table)
+        at = 0
+        for name, array in fields.items():
+            fields[name] = block.view(array.shape, offset=at)
+            at += array.nbytes
+        return Batch(**fields, page_table=table)
 
     def upload_draws(self, draws):
         """sampling.ROW records [rows], one per row of logits, in a fixed buffer."""
         block = self.buffer("draws", draws.shape, draws.dtype)
-        call("cuMemcpyHtoDAsync", block.ptr, draws.ctypes.data, draws.nbytes, self.stream)
+        self.write(block, draws)
         return block
 
     def adjust(self, slot, table, n_slots):
@@ -601,9 +524,8 @@ class Device:
         if self.adjustments is None:  # most engines never need it: 8 bytes a token id and slot
             self.adjustments = self.alloc(n_slots * table.nbytes, "scratch").view(
                 (n_slots, len(table)), table.dtype)
-            self.generation += 1
-        row = self.adjustments.view(table.shape, offset=slot * table.nbytes)
-        self.write(row, table)
+            self.drop_graphs()
+        self.write(self.adjustments.view(table.shape, offset=slot * table.nbytes), table)
 
     def run(self, key, work):
         """work(), whose launches are captured into a graph at the second call with this `key`.
@@ -612,9 +534,7 @@ class Device:
         """
         if key is None:
             return work()
-        key = key, self.generation
         if key not in self.graphs:
-            self.graphs = {k: g for k, g in self.graphs.items() if k[1] == self.generation}
             self.graphs[key] = None  # the first call loads kernels and finds the scratch sizes
             return work()
         if self.graphs[key] is None:
@@ -630,16 +550,21 @@ class Device:
         call("cuGraphLaunch", graph, self.stream)
         return result
 
+    def drop_graphs(self):
+        """Forget the captured graphs: a buffer that they name has moved."""
+        for graph, _ in filter(None, self.graphs.values()):
+            call("cuGraphExecDestroy", graph)
+        self.graphs = {}
+
     def fetch(self, buffers):
         """Start copying `buffers` to the host; the returned function waits and gives arrays."""
-        event, staging = self.landings[self.landing]
-        self.landing = (self.landing + 1) % len(self.landings)
-        arrays, at = [], 0
+        event, address = next(self.landings)
+        arrays = []
         for buffer in buffers:
-            call("cuMemcpyDtoHAsync", staging + at, buffer.ptr, buffer.nbytes, self.stream)
-            raw = (ctypes.c_byte * buffer.nbytes).from_address(staging + at)
+            call("cuMemcpyDtoHAsync", address, buffer.ptr, buffer.nbytes, self.stream)
+            raw = (ctypes.c_byte * buffer.nbytes).from_address(address)
             arrays.append(np.frombuffer(raw, buffer.dtype).reshape(buffer.shape))
-            at += padded(buffer.nbytes, 16)
+            address += padded(buffer.nbytes, 16)
         call("cuEventRecord", event, self.stream)
 
         def wait():
@@ -649,9 +574,7 @@ class Device:
 
     def stored_bytes(self, tensor):
         """Bytes that a weight tensor takes on the card."""
-        rows, cols = tensor.shape
-        packing = PACKINGS.get(tensor.type.name, PACKINGS["F16"])
-        return -(-rows // TILE_ROWS) * packing.tile_bytes(chunks_of(cols))
+        return packed_bytes(packing_of(tensor), *tensor.shape)
 
     def free_memory(self):
         """Bytes that the driver can still give."""
@@ -661,26 +584,25 @@ class Device:
         """GB/s at which the card reads memory: bytes read plus written of a large copy."""
         size = 1 << 30
         source, target = self.alloc(size, "bench"), self.alloc(size, "bench")
-        copy = lambda: call("cuMemcpyDtoDAsync", target.ptr, source.ptr, size, self.stream)
-        copy()
         times = []
         for _ in range(5):
             before = self.mark()
-            copy()
-            after = self.mark()
-            self.synchronize()
-            times.append(self.milliseconds(before, after))
+            call("cuMemcpyDtoDAsync", target.ptr, source.ptr, size, self.stream)
+            times.append(self.milliseconds(before, self.mark()))
         self.free(source), self.free(target)
         return 2e-6 * size / sorted(times)[2]
 
     def mark(self):
-        """A point in the stream, for milliseconds()."""
+        """A point in the stream, for one call of milliseconds()."""
         event = call("cuEventCreate", 0)
         call("cuEventRecord", event, self.stream)
         return event
 
     def milliseconds(self, before, after):
+        """Time between two marks, which are given back; waits until the stream is there."""
+        call("cuEventSynchronize", after)
         elapsed = call("cuEventElapsedTime", before, after)
+        call("cuEventDestroy", before), call("cuEventDestroy", after)
         return elapsed
 
     def run_ahead(self):
@@ -697,14 +619,18 @@ class Device:
         return Activations(data, self.buffer(f"{name}_scale", (rows,), np.float32), rows, cols)
 
     def embed(self, table, batch):
-        """h [rows, n_embd] f32: one row of the table per token. Negative tokens give zeros."""
+        """h [rows, n_embd] f32: one row of the table per token.
+
+        Token -1 (FEED in kernels.cu) is the one that was drawn last for the row's slot; other
+        negative tokens give zeros.
+        """
         rows = batch.tokens.shape[0]
         h = self.buffer("embed", (rows, table.cols), np.float32)
         block = table.blocks[0]
         self.launch("embed", (rows, 1, 1), 128,
                     (block.packed, table.weight_scale, batch.tokens, batch.slots,
                      self.last_tokens(batch), h,
-                     PACKINGS[block.format].number, table.cols, table.chunks))
+                     FORMAT_NUMBERS[block.format], table.cols, chunks_of(table.cols)))
         return h
 
     def rmsnorm(self, h, weight, eps, rows=None):
@@ -732,46 +658,49 @@ class Device:
         column = 0
         for i in range(0, len(w.blocks), STACK):
             blocks = w.blocks[i:i + STACK]
-            name, grid, threads, shares, smem = self.linear_shape(x.rows, blocks)
+            name, grid, shares, smem = self.linear_shape(x.rows, blocks)
             absent = STACK - len(blocks)
-            self.launch(name, grid, threads, (
+            self.launch(name, grid, BLOCK_THREADS, (
                 x.data, x.scale, w.weight_scale.view((), offset=4 * column),
                 w.bias and w.bias.view((), offset=4 * column), y.view((), offset=4 * column),
-                x.rows, w.rows, w.chunks, add,
+                x.rows, w.rows, chunks_of(w.cols), add,
                 *(b.packed for b in blocks), *(None,) * absent,
                 *(b.rows for b in blocks), *(0,) * absent, *shares, *(0,) * absent,
-                sum(PACKINGS[b.format].number << 8 * j for j, b in enumerate(blocks))), smem)
+                sum(FORMAT_NUMBERS[b.format] << 8 * j for j, b in enumerate(blocks))), smem)
             column += sum(b.rows for b in blocks)
 
     def linear_shape(self, rows, blocks):
-        """Kernel, grid, threads, thread blocks per row block and bytes of shared memory of a
-        product with `rows` rows of x."""
+        """Kernel, grid, thread blocks per row block and bytes of shared memory of a product with
+        `rows` rows of x."""
         if rows <= 16:
             name, room = "linear_few_8" if rows <= 8 else "linear_few_16", 2 * self.multiprocessors
             if rows <= 8 and sum(-(-b.rows // TILE_ROWS) for b in blocks) > room:
                 name, room = "linear_few_8_three", 3 * self.multiprocessors
             shares = few_shares(blocks, room)
-            return name, (sum(shares), 1, 1), 32 * FEW_WARPS, shares, 0
-        name, shape = "linear_some", SOME_ROWS
-        if rows > 32 and (-(-rows // 64) * sum(MANY_ROWS.shares(blocks)) >=
-                          self.multiprocessors * 7 // 10):
-            name, shape = "linear_many", MANY_ROWS
-        shares = shape.shares(blocks)
-        # Words that pass through shared memory: F16 does not.
-        words = max(0 if b.format == "F16" else PACKINGS[b.format].words for b in blocks)
-        return (name, (-(-rows // (8 * shape.token_tiles)), sum(shares), 1),
-                32 * shape.warps * shape.groups, shares, shape.shared_bytes(words))
+            return name, (sum(shares), 1, 1), shares, 0
+        shares_of = lambda columns: [-(-b.rows // columns) for b in blocks]
+        name, height, columns, groups = MANY_ROWS
+        enough = self.multiprocessors * 7 // 10
+        if rows <= 32 or -(-rows // height) * sum(shares_of(columns)) < enough:
+            name, height, columns, groups = SOME_ROWS
+        shares = shares_of(columns)
+        # Two steps of two chunks a group: words of x and of the tiles (F16 has its own way), then
+        # the totals that go from group to group.
+        words = max(0 if b.format == "F16" else PACKINGS[b.format][0] for b in blocks)
+        smem = 4 * groups * (128 * height + 8 * columns * words)
+        smem += 4 * height * columns if groups > 1 else 0
+        return name, (-(-rows // height), sum(shares), 1), shares, smem
 
     def rope_angles(self, cfg, batch):
         """cos and sin f32 [rows, 2, rope_dim / 2] of position times the row's frequencies."""
         if cfg.rope_sets not in self.frequencies:
             table = np.array(cfg.rope_sets, np.float64)
             self.frequencies[cfg.rope_sets] = self.upload(table, "weights")
-        pairs = cfg.rope_dim // 2
-        angles = self.buffer("rope_angles", (batch.rows, 2, pairs), np.float32)
-        self.launch("rope_angles", (-(-batch.rows * pairs // 128), 1, 1), 128,
+        rows, pairs = batch.positions.shape[0], cfg.rope_dim // 2
+        angles = self.buffer("rope_angles", (rows, 2, pairs), np.float32)
+        self.launch("rope_angles", (-(-rows * pairs // 128), 1, 1), 128,
                     (batch.positions, batch.rope_sets, self.frequencies[cfg.rope_sets], angles,
-                     batch.rows, pairs, float(cfg.rope_magnitude)))
+                     rows, pairs, float(cfg.rope_magnitude)))
         return angles
 
     def rope_kv(self, qkv, angles, q_norm, k_norm, cfg, layer, kv, batch):
@@ -780,11 +709,11 @@ class Device:
         Returns q [rows, heads * head_dim], f16, or f32 with f32 KV. Rows with a negative slot store
         nothing.
         """
-        heads = cfg.n_heads + 2 * cfg.n_kv_heads
-        assert qkv.shape == (batch.rows, heads * cfg.head_dim)
-        q = self.buffer("rope_kv", (batch.rows, cfg.n_heads * cfg.head_dim),
+        rows, heads = qkv.shape[0], cfg.n_heads + 2 * cfg.n_kv_heads
+        assert qkv.shape[1] == heads * cfg.head_dim
+        q = self.buffer("rope_kv", (rows, cfg.n_heads * cfg.head_dim),
                         np.float32 if kv.format == "f32" else np.float16)
-        self.launch("rope_kv", (batch.rows, -(-heads // 4), 1), 128,
+        self.launch("rope_kv", (rows, -(-heads // 4), 1), 128,
                     (qkv, angles, q_norm, k_norm, q, kv.data, batch.page_table, batch.slots,
                      batch.positions, layer, kv.n_pages, batch.page_table.shape[1], cfg.n_heads,
                      cfg.n_kv_heads, cfg.head_dim, cfg.rope_dim, int(cfg.rope_neox),
@@ -793,13 +722,13 @@ class Device:
 
     def attention(self, q, cfg, layer, kv, batch):
         """x [rows, heads * head_dim] = softmax(q K^T * attn_scale) V over positions 0..own."""
-        rows, heads, dim = batch.rows, cfg.n_heads, cfg.head_dim
-        assert q.shape == (rows, heads * dim)
-        cols, max_pages = heads * dim, batch.page_table.shape[1]
+        heads, dim, (rows, cols) = cfg.n_heads, cfg.head_dim, q.shape
+        assert cols == heads * dim
+        max_pages = batch.page_table.shape[1]
         scale = cfg.attn_scale * math.log2(math.e)  # the kernels take powers of two
         if kv.format == "f32":
             values = self.buffer("attention_f32", (rows, cols), np.float32)
-            self.launch("attention_f32", (rows, heads, 1), 128,
+            self.launch("attention_f32", (rows, heads, 1), 32,
                         (q, values, kv.data, batch.page_table, batch.positions, batch.slots, layer,
                          kv.n_pages, max_pages, cfg.n_kv_heads, dim, scale))
             x = self.activations("attention_f32_scale", rows, cols)
@@ -810,13 +739,14 @@ class Device:
         # it are never written: scratch starts as zeros, and each width has its own.
         out = self.buffer(f"attention_{cols}", (padded(rows, 8), padded(cols, 128)), np.float16)
         segments = -(-max_pages * PAGE // SEGMENT)
-        splits = self.attention_splits(cfg, batch.tiles.shape[0], segments, 4 * rows * cols)
+        tiles = batch.tiles.shape[0]
+        splits = self.attention_splits(cfg, tiles, segments, 4 * rows * cols)
         parts = (None, None) if splits == 1 else (
             self.buffer("attention_values", (rows, cols * segments), np.float32),
             self.buffer("attention_states", (rows, heads * segments, 2), np.float32))
-        wide = "_wide" if batch.tile_rows * heads > ATTENTION_ROWS * cfg.n_kv_heads else ""
+        wide = "_wide" if rows > tiles and dim <= WIDEST_HEAD else ""  # a prompt: whole tiles
         self.launch(f"attention_{kv.format}_{dim}{wide}",
-                    (batch.tiles.shape[0], cfg.n_kv_heads, splits), 128,
+                    (tiles, cfg.n_kv_heads, splits), 128,
                     (q, out, *parts, kv.data, batch.page_table, batch.tiles, layer, kv.n_pages,
                      max_pages, segments, heads, cfg.n_kv_heads, out.shape[1], scale))
         if splits > 1:
@@ -860,23 +790,15 @@ class Device:
 
     def copy_page(self, kv, source, target):
         """Page `target` of all layers becomes a copy of page `source`."""
-        nbytes = kv.nbytes // (kv.n_pages * kv.n_layers)
-        self.launch("copy_page", (-(-nbytes // 4096), kv.n_layers, 1), 256,
-                    (kv.data, kv.n_pages, nbytes, source, target))
+        self.launch("copy_page", (-(-kv.page_bytes // 4096), kv.n_layers, 1), 256,
+                    (kv.data, kv.n_pages, kv.page_bytes, source, target))
 
     def save_pages(self, kv, pages):
         """The contents of `pages` in all layers as bytes, for load_pages of the same backend."""
-        return np.concatenate([self.download(block) for block in page_blocks(kv, pages)])
+        return np.concatenate([self.download(block) for block in kv.blocks(pages)])
 
     def load_pages(self, kv, pages, data):
         at = 0
-        for block in page_blocks(kv, pages):
+        for block in kv.blocks(pages):
             self.write(block, data[at:at + block.nbytes])
             at += block.nbytes
-
-
-def page_blocks(kv, pages):
-    """The piece of KV storage of each of `pages` in each layer, as byte Buffers."""
-    size = kv.nbytes // (kv.n_pages * kv.n_layers)
-    return [kv.data.view((size,), np.uint8, (layer * kv.n_pages + page) * size)
-            for page in pages for layer in range(kv.n_layers)]

@@ -7,7 +7,8 @@
 //     sample     penalties, filters and the drawn token
 //
 // What a row gets never depends on the other rows of a launch. Sums have one order, whichever
-// kernel computes them; there are no float atomics.
+// kernel computes them; there are no float atomics. nvcc unrolls short loops of fixed length by
+// itself; `#pragma unroll` stands where it would not.
 
 // ---------------------------------------------------------------------------------------------
 // Common: types, warp reductions, half conversions
@@ -16,22 +17,23 @@
 #include <stdint.h>
 
 #define KERNEL extern "C" __global__ void
+#define DEVICE __device__ __forceinline__
 constexpr unsigned ALL_LANES = 0xffffffffu;
 
 // Programmatic dependent launch: a kernel may start while the one before it ends. Every kernel lets
 // its successor start and then waits for its predecessor, which has waited for its own: what it
 // reads is there. Before it waits it reads only what nothing in a step writes (weights).
-__device__ __forceinline__ void let_successor_start() {
+DEVICE void let_successor_start() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;");
 #endif
 }
-__device__ __forceinline__ void wait_for_predecessor() {
+DEVICE void wait_for_predecessor() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
-__device__ __forceinline__ void follow_predecessor() {
+DEVICE void follow_predecessor() {
     let_successor_start();
     wait_for_predecessor();
 }
@@ -39,25 +41,23 @@ __device__ __forceinline__ void follow_predecessor() {
 // An int in a struct that is the one parameter of a kernel: device.py gives each value 8 bytes.
 struct alignas(8) Int {
     int value;
-    __device__ __forceinline__ operator int() const { return value; }
+    DEVICE operator int() const { return value; }
 };
 
 // Butterfly: every lane ends with the same sum, added in the same order whatever the grid.
-__device__ __forceinline__ float warp_sum(float x) {
-#pragma unroll
+DEVICE float warp_sum(float x) {
     for (int o = 16; o > 0; o >>= 1) x = __fadd_rn(x, __shfl_xor_sync(ALL_LANES, x, o));
     return x;
 }
 
-__device__ __forceinline__ float warp_max(float x) {
-#pragma unroll
+DEVICE float warp_max(float x) {
     for (int o = 16; o > 0; o >>= 1) x = fmaxf(x, __shfl_xor_sync(ALL_LANES, x, o));
     return x;
 }
 
 // The power of two that brings `largest` into [2^14, 2^15): f16 activations use it as row scale.
 // Returns the factor to multiply by; its inverse is exact. Zero or non-finite rows get 1.
-__device__ __forceinline__ float row_scale_factor(float largest) {
+DEVICE float row_scale_factor(float largest) {
     int exponent = int(__float_as_uint(largest) >> 23 & 255) - 127;
     if (largest == 0.0f || exponent == 128) return 1.0f;
     exponent = min(max(14 - exponent, -100), 100);
@@ -65,8 +65,7 @@ __device__ __forceinline__ float row_scale_factor(float largest) {
 }
 
 // D += A B: A 16 weight rows x 16 k, B 16 k x 8 tokens, f16 inputs, f32 accumulators.
-__device__ __forceinline__ void mma_16x8x16(float (&d)[4], const unsigned (&a)[4], unsigned b0,
-                                            unsigned b1) {
+DEVICE void mma_16x8x16(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
     asm volatile(
         "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
         "{%0,%1,%2,%3};\n"
@@ -99,8 +98,19 @@ __device__ __forceinline__ void mma_16x8x16(float (&d)[4], const unsigned (&a)[4
 // number, and the offset scale * zero - min is small: 3.5e-4. Exact weights in f16 have 2.1e-4.
 // ---------------------------------------------------------------------------------------------
 
-// The order is that of FORMATS in device.py. BF16 and F32 are packed as F16.
+// The order is that of PACKINGS in device.py. BF16 and F32 are packed as F16.
 enum WeightFormat { Q4_K, Q5_K, Q6_K, Q8_0, Q4_0, Q4_1, F16, BF16, F32 };
+
+struct FormatSizes {
+    int block_values, block_bytes;  // of a block in the file
+    int words;                      // that a lane has of a packed chunk, 32 bits each
+    int scale_words;                // that it has of a part's scales
+    int half2s;                     // f16 pairs of a part that the four lanes of a row share
+};
+constexpr FormatSizes SIZES[] = {
+    {256, 144, 4, 2, 2}, {256, 176, 5, 2, 2}, {256, 210, 6, 2, 1},  // Q4_K, Q5_K, Q6_K
+    {32, 34, 8, 2, 0},   {32, 18, 4, 2, 0},   {32, 20, 4, 4, 0},    // Q8_0, Q4_0, Q4_1
+    {1, 2, 16, 0, 0},    {1, 2, 16, 0, 0},    {1, 4, 16, 0, 0}};    // F16, BF16, F32
 
 constexpr int TILE_ROWS = 16;
 constexpr int CHUNK = 64;
@@ -116,33 +126,27 @@ constexpr unsigned HALF2_M0 = 0x80008000, HALF2_2 = 0x40004000,
 
 template <int FORMAT>
 struct Packed {
+    static constexpr FormatSizes SIZE = SIZES[FORMAT];
     static constexpr bool K_SCALES = FORMAT == Q4_K || FORMAT == Q5_K;
-    static constexpr bool WHOLE_PARTS = K_SCALES || FORMAT == Q6_K;  // their K is a multiple of 256
-    // 32-bit words of a lane: of a chunk, of a part's scales
-    static constexpr int WORDS = FORMAT == Q5_K   ? 5
-                                 : FORMAT == Q6_K ? 6
-                                 : FORMAT == Q8_0 ? 8
-                                 : FORMAT == F16  ? 16
-                                                  : 4;
-    static constexpr int SCALE_BYTES = FORMAT == F16 ? 0 : FORMAT == Q4_1 ? 512 : 256;
-    static constexpr int BLOCK_BYTES = K_SCALES ? 64 : FORMAT == Q6_K ? 32 : 0;
+    static constexpr bool WHOLE_PARTS = SIZE.block_values == PART_CHUNKS * CHUNK;
+    static constexpr int WORDS = SIZE.words, CHUNK_BYTES = 128 * WORDS;
+    static constexpr int SCALE_BYTES = 128 * SIZE.scale_words, BLOCK_BYTES = 32 * SIZE.half2s;
     static constexpr int SCALE_WORDS =
-        FORMAT == F16 ? 1 : SCALE_BYTES / 128 + BLOCK_BYTES / 32;  // 1: an array has no 0 elements
-    static constexpr int CHUNK_BYTES = 128 * WORDS;
+        FORMAT == F16 ? 1 : SIZE.scale_words + SIZE.half2s;  // 1: an array has no 0 elements
 
-    static __device__ __forceinline__ int scales_at(int chunks) { return chunks * CHUNK_BYTES; }
-    static __device__ __forceinline__ int blocks_at(int chunks, int parts) {
+    static DEVICE int scales_at(int chunks) { return chunks * CHUNK_BYTES; }
+    static DEVICE int blocks_at(int chunks, int parts) {
         return scales_at(chunks) + parts * SCALE_BYTES;
     }
-    static __device__ __forceinline__ int64_t tile_bytes(int chunks) {
+    static DEVICE int64_t tile_bytes(int chunks) {
         const int parts = (chunks + PART_CHUNKS - 1) / PART_CHUNKS;
         return (blocks_at(chunks, parts) + parts * BLOCK_BYTES + 127) / 128 * 128;
     }
 };
 
-__device__ __forceinline__ int chunks_of(int cols) { return (cols + 127) / 128 * 2; }
+DEVICE int chunks_of(int cols) { return (cols + 127) / 128 * 2; }
 // The first of the 16 values of K that lanes 4g+t own in a chunk.
-__device__ __forceinline__ int first_k(int chunk, int t) {
+DEVICE int first_k(int chunk, int t) {
     return chunk / 2 * 128 + 32 * t + chunk % 2 * 16;
 }
 
@@ -154,65 +158,57 @@ struct Is {
 // Activations lie in 16-byte pieces: [8 tokens][chunk][2][32 lanes], lane 4g+t of token g. This is
 // the first of two pieces, CHUNK_PIECES / 2 apart, that hold the lane's 16 values of a chunk.
 constexpr int CHUNK_PIECES = 64, PART_PIECES = PART_CHUNKS * CHUNK_PIECES;
-__device__ __forceinline__ unsigned piece_of(unsigned token, unsigned chunk, unsigned t,
-                                             unsigned chunks) {
+DEVICE unsigned piece_of(unsigned token, unsigned chunk, unsigned t, unsigned chunks) {
     return (token / 8 * chunks + chunk) * CHUNK_PIECES + token % 8 * 4 + t;
 }
 // The piece that holds column k.
-__device__ __forceinline__ unsigned piece_at(unsigned token, unsigned k, unsigned chunks) {
+DEVICE unsigned piece_at(unsigned token, unsigned k, unsigned chunks) {
     return piece_of(token, k / 128 * 2 + k % 32 / 16, k % 128 / 32, chunks) +
            k % 16 / 8 * (CHUNK_PIECES / 2);
 }
 
 // Calls body(Is<FORMAT>) for a packed format that is known at run time.
-template <typename Body>
-__device__ __forceinline__ void with_format(int format, Body body) {
-    switch (format) {
-        case Q4_K: return body(Is<Q4_K>());
-        case Q5_K: return body(Is<Q5_K>());
-        case Q6_K: return body(Is<Q6_K>());
-        case Q8_0: return body(Is<Q8_0>());
-        case Q4_0: return body(Is<Q4_0>());
-        case Q4_1: return body(Is<Q4_1>());
-        case F16: return body(Is<F16>());
-    }
+template <int FORMAT = 0, typename Body>
+DEVICE void with_format(int format, Body body) {
+    if (format == FORMAT) body(Is<FORMAT>());
+    else if constexpr (FORMAT < F16) with_format<FORMAT + 1>(format, body);
 }
 
-__device__ __forceinline__ unsigned fma2(unsigned a, unsigned b, unsigned c) {
+DEVICE unsigned fma2(unsigned a, unsigned b, unsigned c) {
     unsigned d;
     asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
     return d;
 }
-__device__ __forceinline__ unsigned mul2(unsigned a, unsigned b) { return fma2(a, b, HALF2_M0); }
-__device__ __forceinline__ unsigned add2(unsigned a, unsigned b) {
+DEVICE unsigned mul2(unsigned a, unsigned b) { return fma2(a, b, HALF2_M0); }
+DEVICE unsigned add2(unsigned a, unsigned b) {
     unsigned d;
     asm("add.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
     return d;
 }
 // Not __byte_perm: these become operand selectors of the products that follow, and cost nothing.
-__device__ __forceinline__ unsigned both_low(unsigned x) {
+DEVICE unsigned both_low(unsigned x) {
     unsigned d;
     asm("{.reg .f16 a, b; mov.b32 {a, b}, %1; mov.b32 %0, {a, a};}" : "=r"(d) : "r"(x));
     return d;
 }
-__device__ __forceinline__ unsigned both_high(unsigned x) {
+DEVICE unsigned both_high(unsigned x) {
     unsigned d;
     asm("{.reg .f16 a, b; mov.b32 {a, b}, %1; mov.b32 %0, {b, b};}" : "=r"(d) : "r"(x));
     return d;
 }
 // x & mask | bits in one instruction: the compiler makes two of it.
-__device__ __forceinline__ unsigned and_or(unsigned x, unsigned mask, unsigned bits) {
+DEVICE unsigned and_or(unsigned x, unsigned mask, unsigned bits) {
     unsigned d;
     asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(d) : "r"(x), "r"(mask), "r"(bits));
     return d;
 }
-__device__ __forceinline__ unsigned rotate_left(unsigned x, int bits) {
+DEVICE unsigned rotate_left(unsigned x, int bits) {
     return __funnelshift_l(x, x, bits);
 }
 
 // N words. Weights are read once by one warp: past L1, which is left to the activations.
 template <int N>
-__device__ __forceinline__ void load(const uint8_t* p, unsigned* words) {
+DEVICE void load(const uint8_t* p, unsigned* words) {
     if constexpr (N == 4)
         asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4];"
                      : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
@@ -229,15 +225,14 @@ __device__ __forceinline__ void load(const uint8_t* p, unsigned* words) {
 
 // Calls visit(Is<N>, byte, word) for each N words of a lane that lie together in a packed chunk.
 template <int FORMAT, typename Visit>
-__device__ __forceinline__ void for_pieces(int lane, Visit visit) {
+DEVICE void for_pieces(int lane, Visit visit) {
     constexpr int WORDS = Packed<FORMAT>::WORDS, REST = WORDS % 4;
-#pragma unroll
     for (int i = 0; i < WORDS / 4; i++) visit(Is<4>(), 512 * i + 16 * lane, 4 * i);
     if constexpr (REST > 0) visit(Is<REST>(), WORDS / 4 * 512 + 4 * REST * lane, WORDS - REST);
 }
 
 // Volatile, so that it stays behind wait_for_predecessor: the compiler moves __ldg past that.
-__device__ __forceinline__ uint4 load_piece(const uint4* p) {
+DEVICE uint4 load_piece(const uint4* p) {
     uint4 x;
     asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];"
                  : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
@@ -247,8 +242,8 @@ __device__ __forceinline__ uint4 load_piece(const uint4* p) {
 
 // This lane's words of chunk c of a part of a packed tile.
 template <int FORMAT>
-__device__ __forceinline__ void load_chunk(const uint8_t* tile, int part, int c, int lane,
-                                           unsigned (&words)[Packed<FORMAT>::WORDS]) {
+DEVICE void load_chunk(const uint8_t* tile, int part, int c, int lane,
+                       unsigned (&words)[Packed<FORMAT>::WORDS]) {
     constexpr int BYTES = Packed<FORMAT>::CHUNK_BYTES;
     tile = tile + unsigned(part) * (PART_CHUNKS * BYTES) + c * BYTES;  // unsigned: one sum a part
     for_pieces<FORMAT>(lane, [&](auto n, int byte, int word) {
@@ -258,16 +253,15 @@ __device__ __forceinline__ void load_chunk(const uint8_t* tile, int part, int c,
 
 // This lane's scale words of one part.
 template <int FORMAT>
-__device__ __forceinline__ void load_scales(const uint8_t* tile, int chunks, int part, int lane,
-                                            unsigned (&words)[Packed<FORMAT>::SCALE_WORDS]) {
+DEVICE void load_scales(const uint8_t* tile, int chunks, int part, int lane,
+                        unsigned (&words)[Packed<FORMAT>::SCALE_WORDS]) {
     using P = Packed<FORMAT>;
     const int parts = (chunks + PART_CHUNKS - 1) / PART_CHUNKS;
     const uint8_t* scales = tile + P::scales_at(chunks) + part * P::SCALE_BYTES;
     const uint8_t* blocks = tile + P::blocks_at(chunks, parts) + part * P::BLOCK_BYTES;
-    if constexpr (P::SCALE_BYTES == 256) load<2>(scales + 8 * lane, words);
-    if constexpr (P::SCALE_BYTES == 512) load<4>(scales + 16 * lane, words);
-    if constexpr (P::K_SCALES) load<2>(blocks + 8 * (lane >> 2), words + 2);
-    if constexpr (FORMAT == Q6_K) load<1>(blocks + 4 * (lane >> 2), words + 2);
+    constexpr int OWN = P::SIZE.scale_words, SHARED = P::SIZE.half2s;
+    if constexpr (OWN > 0) load<OWN>(scales + 4 * OWN * lane, words);
+    if constexpr (SHARED > 0) load<SHARED>(blocks + 4 * SHARED * (lane >> 2), words + OWN);
 }
 
 // What turns the integers of one chunk into weights, as f16 pairs, for the rows g and g+8:
@@ -279,18 +273,13 @@ struct ChunkScales {
 // Scales of chunk c (0..3, known at compile time) of the part whose words these are. Only those of
 // Q6_K differ between chunks 2i and 2i+1.
 template <int FORMAT>
-__device__ __forceinline__ void decode_scales(const unsigned (&words)[Packed<FORMAT>::SCALE_WORDS],
-                                              int c, ChunkScales& s) {
+DEVICE void decode_scales(const unsigned (&words)[Packed<FORMAT>::SCALE_WORDS], int c,
+                          ChunkScales& s) {
     if (FORMAT == F16 || (FORMAT != Q6_K && c % 2)) return;
-    if constexpr (FORMAT == Q4_1) {
-#pragma unroll
-        for (int r = 0; r < 2; r++) {
-            s.low[r] = both_low(words[c + r]);
-            s.high[r] = mul2(s.low[r], HALF2_2_M4);
-            s.offset[r] = both_high(words[c + r]);
-        }
-        return;
-    }
+    // Zero of the unsigned integers: 32, 128 or 8.
+    constexpr unsigned ZERO = FORMAT == Q6_K   ? HALF2_M2_M19
+                              : FORMAT == Q8_0 ? HALF2_M2_M17
+                                               : HALF2_M2_M21;
     unsigned low, high, offset;  // row g low, row g+8 high
     if constexpr (Packed<FORMAT>::K_SCALES) {
         // Scale at bit 4, min at bit 10 of each half. Or-ed into the f16 64.0 they are 64 + n.
@@ -305,17 +294,15 @@ __device__ __forceinline__ void decode_scales(const unsigned (&words)[Packed<FOR
         offset = fma2(lost, Q4 ? HALF2_15_16 : HALF2_31_16, offset);
         offset = mul2(offset, HALF2_2_M17);
     } else {
-        low = words[c / 2];
+        low = words[FORMAT == Q4_1 ? c : c / 2];
         if constexpr (FORMAT == Q6_K) {
             // Bytes of scale + 128: chunks 2i and 2i+1 of row g, then of row g+8.
             const unsigned n = and_or(words[c / 2] >> 8 * (c % 2), 0x00ff00ff, HALF2_1024);
             low = mul2(add2(n, HALF2_M1152), words[2]);
         }
         high = mul2(low, HALF2_2_M4);
-        // Zero of the unsigned integers: 32, 128 or 8.
-        offset = mul2(low, FORMAT == Q6_K   ? HALF2_M2_M19
-                           : FORMAT == Q8_0 ? HALF2_M2_M17
-                                            : HALF2_M2_M21);
+        if constexpr (FORMAT == Q4_1) offset = words[c + 1];
+        else offset = mul2(low, ZERO);
         s.low[0] = both_low(low), s.low[1] = both_high(low);
     }
     s.high[0] = both_low(high), s.high[1] = both_high(high);
@@ -324,11 +311,9 @@ __device__ __forceinline__ void decode_scales(const unsigned (&words)[Packed<FOR
 
 // The weights of products 2 * half and 2 * half + 1 of a chunk, as their A operands.
 template <int FORMAT>
-__device__ __forceinline__ void dequantise(const unsigned (&words)[Packed<FORMAT>::WORDS],
-                                           const ChunkScales& s, int half, unsigned (&a)[2][4]) {
-#pragma unroll
+DEVICE void dequantise(const unsigned (&words)[Packed<FORMAT>::WORDS], const ChunkScales& s,
+                       int half, unsigned (&a)[2][4]) {
     for (int r = 0; r < 2; r++) {
-#pragma unroll
         for (int j = 0; j < 2; j++) {
             if constexpr (FORMAT == F16) {
                 a[j][r] = words[8 * r + 4 * half + 2 * j];
@@ -369,7 +354,7 @@ __device__ __forceinline__ void dequantise(const unsigned (&words)[Packed<FORMAT
 // ---- what the kernels share: operands, the place of a block in the stack, the result ----------
 
 // *p if `real`, without a branch.
-__device__ __forceinline__ float load_if(bool real, const float* p, float otherwise) {
+DEVICE float load_if(bool real, const float* p, float otherwise) {
     float x;
     asm volatile("{.reg .pred p; setp.ne.u32 p, %1, 0; mov.f32 %0, %3; @p ld.global.f32 %0, [%2];}"
                  : "=f"(x)
@@ -385,15 +370,11 @@ struct Product {
     float* y;                   // [rows, columns]
     Int rows, columns, chunks;
     Int add;  // y += instead of y =
-
-    __device__ __forceinline__ float scale_of_token(int token) const {
-        return load_if(x_scale, x_scale + token, 1.0f);
-    }
 };
 
 // One element of y from its sum and what it is added to. `scale` is that of the token times that of
 // the weight row, a power of two: exact.
-__device__ __forceinline__ float result(float sum, float scale, float bias, float before) {
+DEVICE float result(float sum, float scale, float bias, float before) {
     return __fadd_rn(before, __fadd_rn(__fmul_rn(sum, scale), bias));
 }
 
@@ -410,10 +391,9 @@ struct Place {
     int format, rows, column, blocks, index;  // column: the first one in y
 };
 
-__device__ __forceinline__ Place place_in(const Stack& stack, int index) {
+DEVICE Place place_in(const Stack& stack, int index) {
     Place place = {};
     int column = 0;
-#pragma unroll
     for (int i = 0; i < 4; i++) {
         if (index >= 0 && index < stack.blocks[i])
             place = {stack.packed[i], stack.formats >> 8 * i & 255, stack.rows[i], column,
@@ -438,8 +418,7 @@ constexpr int FEW_SUMS = FEW_WARPS * 16 * FEW_STRIDE;
 // The tiles place.index, place.index + place.blocks, ... of a row block. The loads of a warp run
 // ahead of its products by one part, across tiles too.
 template <int FORMAT, int TOKEN_TILES, int BLOCKS>
-__device__ __forceinline__ void linear_few(const Product& product, const Place& place,
-                                           float (&sums)[2][FEW_SUMS]) {
+DEVICE void linear_few(const Product& product, const Place& place, float (&sums)[2][FEW_SUMS]) {
     using P = Packed<FORMAT>;
     constexpr int TOKENS = 8 * TOKEN_TILES;
     constexpr int WINDOW = FEW_SUMS / (TOKENS * FEW_STRIDE);  // part sums that wait to be added
@@ -459,7 +438,6 @@ __device__ __forceinline__ void linear_few(const Product& product, const Place& 
     int windows = 0;
 
     const uint4* x[TOKEN_TILES];  // past the end: the last token again, its results are dropped
-#pragma unroll
     for (int n = 0; n < TOKEN_TILES; n++)
         x[n] = product.x + piece_of(min(8 * n + g, product.rows - 1), 0, t, chunks);
     unsigned words[AHEAD][P::WORDS], scales[P::SCALE_WORDS], next_scales[P::SCALE_WORDS];
@@ -470,7 +448,6 @@ __device__ __forceinline__ void linear_few(const Product& product, const Place& 
     };
     const auto load_tokens = [&](int part, int c) {
         if (!exists(part, c)) return;
-#pragma unroll
         for (int n = 0; n < TOKEN_TILES; n++) {
             const uint4* from = x[n] + unsigned(part) * PART_PIECES + c * CHUNK_PIECES;
             b[c % TOKENS_AHEAD][n][0] = load_piece(from);
@@ -479,11 +456,9 @@ __device__ __forceinline__ void linear_few(const Product& product, const Place& 
     };
 
     const uint8_t* tile = place.packed + int64_t(place.index) * tile_bytes;
-#pragma unroll
     for (int c = 0; c < AHEAD; c++) load_weights(tile, warp, c);
     if (warp < parts) load_scales<FORMAT>(tile, chunks, warp, lane, next_scales);
     wait_for_predecessor();
-#pragma unroll
     for (int c = 0; c < TOKENS_AHEAD; c++) load_tokens(warp, c);
 
     // Thread 16 i + r adds up token i and row r.
@@ -508,10 +483,9 @@ __device__ __forceinline__ void linear_few(const Product& product, const Place& 
                 // What this warp takes next; parts: nothing.
                 const bool same_tile = part + FEW_WARPS < parts;
                 const uint8_t* next_tile = same_tile ? tile : tile + place.blocks * tile_bytes;
-                const int next = same_tile                     ? part + FEW_WARPS
+                const int next = same_tile                      ? part + FEW_WARPS
                                  : index + place.blocks < tiles ? warp
-                                                             : parts;
-#pragma unroll
+                                                                : parts;
                 for (int i = 0; i < P::SCALE_WORDS; i++) scales[i] = next_scales[i];
                 if (next < parts) load_scales<FORMAT>(next_tile, chunks, next, lane, next_scales);
                 float sum[TOKEN_TILES][4] = {};
@@ -520,11 +494,9 @@ __device__ __forceinline__ void linear_few(const Product& product, const Place& 
                 for (int c = 0; c < PART_CHUNKS; c++) {
                     if (P::WHOLE_PARTS || exists(part, c)) {
                         decode_scales<FORMAT>(scales, c, s);
-#pragma unroll
                         for (int half = 0; half < 2; half++) {
                             unsigned a[2][4];
                             dequantise<FORMAT>(words[c % AHEAD], s, half, a);
-#pragma unroll
                             for (int n = 0; n < TOKEN_TILES; n++) {
                                 const uint4 k = b[c % TOKENS_AHEAD][n][half];
                                 mma_16x8x16(sum[n], a[0], k.x, k.y);
@@ -538,9 +510,7 @@ __device__ __forceinline__ void linear_few(const Product& product, const Place& 
                     load_tokens(c + TOKENS_AHEAD < PART_CHUNKS ? part : next,
                                 (c + TOKENS_AHEAD) % PART_CHUNKS);
                 }
-#pragma unroll
                 for (int n = 0; n < TOKEN_TILES; n++)
-#pragma unroll
                     for (int i = 0; i < 4; i++)
                         window_sums[((part - window) * TOKENS + 8 * n + 2 * t + (i & 1)) *
                                         FEW_STRIDE + g + 8 * (i >> 1)] = sum[n][i];
@@ -560,7 +530,7 @@ __device__ __forceinline__ void linear_few(const Product& product, const Place& 
 }
 
 template <int TOKEN_TILES, int BLOCKS>
-__device__ __forceinline__ void linear_tiles(const Linear& work) {
+DEVICE void linear_tiles(const Linear& work) {
     __shared__ float sums[2][FEW_SUMS];
     let_successor_start();
     const Place place = place_in(work.stack, blockIdx.x);
@@ -592,7 +562,7 @@ KERNEL __launch_bounds__(32 * FEW_WARPS, 2) linear_few_16(const __grid_constant_
 // ---- more rows: tokens and weights wait in a ring in shared memory ------------------------------
 
 template <int BYTES>
-__device__ __forceinline__ void copy_async(unsigned to, const void* from) {
+DEVICE void copy_async(unsigned to, const void* from) {
     if constexpr (BYTES == 16)
         asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from));
     else
@@ -600,7 +570,7 @@ __device__ __forceinline__ void copy_async(unsigned to, const void* from) {
                      "n"(BYTES));
 }
 template <int N>
-__device__ __forceinline__ void load_shared(unsigned from, unsigned* words) {
+DEVICE void load_shared(unsigned from, unsigned* words) {
     if constexpr (N == 4)
         asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
                      : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
@@ -612,10 +582,10 @@ __device__ __forceinline__ void load_shared(unsigned from, unsigned* words) {
     else
         asm volatile("ld.shared.u32 %0, [%1];" : "=r"(words[0]) : "r"(from));
 }
-__device__ __forceinline__ void barrier_sync(int id, int threads) {
+DEVICE void barrier_sync(int id, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
-__device__ __forceinline__ void barrier_arrive(int id, int threads) {
+DEVICE void barrier_arrive(int id, int threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 // Shape of a thread block: GROUPS groups take the parts in turn. The WARPS warps of a group take
@@ -631,8 +601,8 @@ struct BlockShape {
 };
 
 template <int FORMAT, typename Shape>
-__device__ __forceinline__ void linear_staged(const Product& product, const Place& place,
-                                              int first_token, uint8_t* shared) {
+DEVICE void linear_staged(const Product& product, const Place& place, int first_token,
+                          uint8_t* shared) {
     using P = Packed<FORMAT>;
     constexpr int ROW_TILES = Shape::ROW_TILES, TOKEN_TILES = Shape::TOKEN_TILES,
                   GROUPS = Shape::GROUPS, STEP = Shape::STEP, SLOTS = 2 * STEP;
@@ -652,7 +622,6 @@ __device__ __forceinline__ void linear_staged(const Product& product, const Plac
     };
     const int tile = place.index * Shape::TILES + member * ROW_TILES;
     const uint8_t* tiles[ROW_TILES];
-#pragma unroll
     for (int m = 0; m < ROW_TILES; m++) {  // past the end: the last tile again, stored by nobody
         const int last = (place.rows - 1) / TILE_ROWS;
         tiles[m] = place.packed + min(tile + m, last) * P::tile_bytes(chunks);
@@ -664,7 +633,6 @@ __device__ __forceinline__ void linear_staged(const Product& product, const Plac
     const unsigned ring_words = ring + Shape::TOKEN_BYTES + member * ROW_TILES * WORD_BYTES;
     const int thread = threadIdx.x - group * GROUP_THREADS;
     unsigned copied[COPIES];  // what this thread copies of x, in pieces
-#pragma unroll
     for (int i = 0; i < COPIES; i++) {  // past the end: the last tokens again, dropped later
         const int piece = thread + i * GROUP_THREADS;
         const int token = min(first_token + piece / CHUNK_PIECES * 8, (product.rows - 1) / 8 * 8);
@@ -674,12 +642,10 @@ __device__ __forceinline__ void linear_staged(const Product& product, const Plac
         const unsigned slot = c % SLOTS * SLOT_BYTES;
         const int chunk = part * PART_CHUNKS + c;
         if (!exists(part, c)) return;
-#pragma unroll
         for (int i = 0; i < COPIES; i++)
             copy_async<16>(ring + slot + (thread + i * GROUP_THREADS) * 16,
                            product.x + (copied[i] + chunk * CHUNK_PIECES));
         if constexpr (!DIRECT) {
-#pragma unroll
             for (int m = 0; m < ROW_TILES; m++) {
                 const uint8_t* from = tiles[m] + chunk * P::CHUNK_BYTES;
                 const unsigned to = ring_words + slot + m * P::CHUNK_BYTES;
@@ -690,7 +656,6 @@ __device__ __forceinline__ void linear_staged(const Product& product, const Plac
         }
     };
     const auto fetch_step = [&](int part, int c) {  // STEP chunks, from the one after c - 1
-#pragma unroll
         for (int i = 0; i < STEP; i++)
             fetch(part + (c + i) / PART_CHUNKS * GROUPS, (c + i) % PART_CHUNKS);
         asm volatile("cp.async.commit_group;");
@@ -698,7 +663,6 @@ __device__ __forceinline__ void linear_staged(const Product& product, const Plac
     unsigned scales[ROW_TILES][P::SCALE_WORDS];
     const auto load_part_scales = [&](int part) {
         if (part < parts)
-#pragma unroll
             for (int m = 0; m < ROW_TILES; m++)
                 load_scales<FORMAT>(tiles[m], chunks, part, lane, scales[m]);
     };
@@ -717,14 +681,12 @@ __device__ __forceinline__ void linear_staged(const Product& product, const Plac
                 // This step is there, and all warps of the group have read the one before, whose
                 // slots take the next one.
                 asm volatile("cp.async.wait_group 0;");
-                if constexpr (GROUPS == 1) __syncthreads();
-                else barrier_sync(1 + group, GROUP_THREADS);
+                barrier_sync(GROUPS > 1 ? 1 + group : 1, GROUP_THREADS);
                 fetch_step(part, c + STEP);
             }
             const unsigned slot = ring + c % SLOTS * SLOT_BYTES;
             const unsigned slot_words = ring_words + c % SLOTS * SLOT_BYTES;
             unsigned words[ROW_TILES][P::WORDS];
-#pragma unroll
             for (int m = 0; m < ROW_TILES; m++) {
                 const unsigned from = slot_words + m * P::CHUNK_BYTES;
                 if constexpr (DIRECT) {
@@ -737,33 +699,24 @@ __device__ __forceinline__ void linear_staged(const Product& product, const Plac
                 decode_scales<FORMAT>(scales[m], c, s[m]);
             }
             if (c == PART_CHUNKS - 1) load_part_scales(part + GROUPS);
-#pragma unroll
             for (int half = 0; half < 2; half++) {
                 unsigned a[ROW_TILES][2][4];
-#pragma unroll
                 for (int m = 0; m < ROW_TILES; m++) dequantise<FORMAT>(words[m], s[m], half, a[m]);
                 const unsigned tokens = slot + 512 * half + 16 * lane;
-#pragma unroll
                 for (int batch = 0; batch < TOKEN_TILES; batch += BATCH) {
                     unsigned b[BATCH][4];
-#pragma unroll
                     for (int n = 0; n < BATCH; n++)
                         load_shared<4>(tokens + (batch + n) * 1024, b[n]);
-#pragma unroll
                     for (int n = 0; n < BATCH; n++)
-#pragma unroll
                         for (int m = 0; m < ROW_TILES; m++)
                             mma_16x8x16(sum[m][batch + n], a[m][0], b[n][0], b[n][1]);
-#pragma unroll
                     for (int n = 0; n < BATCH; n++)
-#pragma unroll
                         for (int m = 0; m < ROW_TILES; m++)
                             mma_16x8x16(sum[m][batch + n], a[m][1], b[n][2], b[n][3]);
                 }
             }
         }
         if constexpr (GROUPS == 1) {
-#pragma unroll
             for (int i = 0; i < ROW_TILES * TOKEN_TILES * 4; i++)
                 (&total[0][0][0])[i] = __fadd_rn((&total[0][0][0])[i], (&sum[0][0][0])[i]);
         } else {
@@ -774,9 +727,7 @@ __device__ __forceinline__ void linear_staged(const Product& product, const Plac
             if (part > 0) barrier_sync(TURN + member * GROUPS + group, 64);
             float4* shared_total = reinterpret_cast<float4*>(shared + GROUPS * SLOTS * SLOT_BYTES) +
                                    member * ROW_TILES * TOKEN_TILES * 32 + lane;
-#pragma unroll
             for (int m = 0; m < ROW_TILES; m++)
-#pragma unroll
                 for (int n = 0; n < TOKEN_TILES; n++) {
                     float4* at = shared_total + (m * TOKEN_TILES + n) * 32;
                     const float4 before = part > 0 ? *at : float4{};
@@ -796,7 +747,6 @@ __device__ __forceinline__ void linear_staged(const Product& product, const Plac
     const int row = tile * TILE_ROWS + g, column = place.column + row;
     float scale[2 * ROW_TILES], bias[2 * ROW_TILES];  // of the rows row + 8 r
     bool real[2 * ROW_TILES];
-#pragma unroll
     for (int r = 0; r < 2 * ROW_TILES; r++) {
         real[r] = row + 8 * r < place.rows;
         scale[r] = load_if(real[r], product.weight_scale + column + 8 * r, 0.0f);
@@ -806,19 +756,16 @@ __device__ __forceinline__ void linear_staged(const Product& product, const Plac
     for (int n = 0; n < TOKEN_TILES; n++) {
         float* to[2];
         float before[2][2 * ROW_TILES], token_scale[2];
-#pragma unroll
         for (int i = 0; i < 2; i++) {
             const int token = first_token + 8 * n + 2 * t + i;
             const bool inside = token < product.rows;
             to[i] = inside ? product.y + int64_t(token) * product.columns + column : nullptr;
-            token_scale[i] = inside ? product.scale_of_token(token) : 0.0f;
-#pragma unroll
+            token_scale[i] =
+                inside ? load_if(product.x_scale, product.x_scale + token, 1.0f) : 0.0f;
             for (int r = 0; r < 2 * ROW_TILES; r++)
                 before[i][r] = load_if(inside && real[r] && product.add, to[i] + 8 * r, 0.0f);
         }
-#pragma unroll
         for (int i = 0; i < 2; i++)
-#pragma unroll
             for (int r = 0; r < 2 * ROW_TILES; r++)
                 if (to[i] && real[r])
                     to[i][8 * r] = result(total[r / 2][n][r % 2 * 2 + i], token_scale[i] * scale[r],
@@ -827,7 +774,7 @@ __device__ __forceinline__ void linear_staged(const Product& product, const Plac
 }
 
 template <typename Shape>
-__device__ __forceinline__ void linear_block(const Linear& work) {
+DEVICE void linear_block(const Linear& work) {
     extern __shared__ __align__(128) uint8_t shared[];
     // The successor starts when these blocks end: it would take room from those that still wait.
     wait_for_predecessor();
@@ -858,7 +805,7 @@ KERNEL __launch_bounds__(ManyRows::THREADS, 1) linear_many(const __grid_constant
 constexpr int FEED = -1;  // the token is the one that `sample` drew last for the row's slot
 
 // h [rows, cols] f32 = row tokens[r] of the packed table; another negative token gives zeros.
-// PRECOND: grid (rows), 128 threads; table is one row block.
+// PRECOND: grid (rows), 128 threads; table is one row block; cols % 4 = 0.
 // One block holds one row. Moves a packed tile's row (whole lines of 16 rows) and 4 cols bytes.
 KERNEL embed(const uint8_t* packed, const float* weight_scale, const int* tokens,
              const int* slots, const int* last_tokens, float* h, int format, int cols, int chunks) {
@@ -887,17 +834,15 @@ KERNEL embed(const uint8_t* packed, const float* weight_scale, const int* tokens
                 if (chunk >= chunks) break;
                 load_chunk<FORMAT>(tile, part, c, lane, words);
                 decode_scales<FORMAT>(scales, c, s);
-#pragma unroll
-                for (int j = 0; j < 4; j++) {
+                for (int half = 0; half < 2; half++) {
                     unsigned a[2][4];
-                    dequantise<FORMAT>(words, s, j / 2, a);
-#pragma unroll
-                    for (int pair = 0; pair < 2; pair++) {
-                        const unsigned bits = r ? a[j & 1][2 * pair + 1] : a[j & 1][2 * pair];
+                    dequantise<FORMAT>(words, s, half, a);
+                    for (int i = 0; i < 4; i++) {
+                        const unsigned bits = r ? a[i / 2][i % 2 * 2 + 1] : a[i / 2][i % 2 * 2];
                         const float2 w = __half22float2(*reinterpret_cast<const __half2*>(&bits));
-                        const int k = first_k(chunk, t) + 4 * j + 2 * pair;
-                        if (k < cols) h[k] = w.x * scale;
-                        if (k + 1 < cols) h[k + 1] = w.y * scale;
+                        const int k = first_k(chunk, t) + 8 * half + 2 * i;
+                        if (k < cols)
+                            *reinterpret_cast<float2*>(h + k) = {w.x * scale, w.y * scale};
                     }
                 }
             }
@@ -907,44 +852,36 @@ KERNEL embed(const uint8_t* packed, const float* weight_scale, const int* tokens
 
 // ---- repack: GGUF blocks -> packed tiles -------------------------------------------------------
 
-__device__ __forceinline__ float f16_at(const uint8_t* p) {
+DEVICE float f16_at(const uint8_t* p) {
     return __half2float(*reinterpret_cast<const __half*>(p));
 }
-__device__ __forceinline__ unsigned half2_bits(float low, float high) {
+DEVICE unsigned half2_bits(float low, float high) {
     return __half_as_ushort(__float2half_rn(low)) |
            unsigned(__half_as_ushort(__float2half_rn(high))) << 16;
 }
 
-// A row as it lies in the file.
+__device__ const uint4 PADDING[16] = {};  // a block of zeros
+
+// A row as it lies in the file; padding is all zeros.
 template <int SOURCE>
 struct SourceRow {
-    static constexpr bool FLOATS = SOURCE == F16 || SOURCE == BF16 || SOURCE == F32;
-    static constexpr bool K_FORMAT = SOURCE == Q4_K || SOURCE == Q5_K || SOURCE == Q6_K;
-    static constexpr int VALUES = FLOATS ? 1 : K_FORMAT ? 256 : 32;  // of a block
-    static constexpr int BYTES = SOURCE == Q4_K   ? 144
-                                 : SOURCE == Q5_K ? 176
-                                 : SOURCE == Q6_K ? 210
-                                 : SOURCE == Q8_0 ? 34
-                                 : SOURCE == Q4_0 ? 18
-                                 : SOURCE == Q4_1 ? 20
-                                 : SOURCE == F32  ? 4
-                                                  : 2;
+    static constexpr int VALUES = SIZES[SOURCE].block_values, BYTES = SIZES[SOURCE].block_bytes;
+    static constexpr bool FLOATS = VALUES == 1;
     const uint8_t* data;
-    int cols;
-    bool real;  // false: padding, all zeros
+    int cols;  // 0 past the last row
 
-    __device__ const uint8_t* block(int k) const { return data + int64_t(k / VALUES) * BYTES; }
-    __device__ bool has(int k) const { return real && k < cols; }
+    __device__ const uint8_t* block(int k) const {
+        return k < cols ? data + int64_t(k / VALUES) * BYTES
+                        : reinterpret_cast<const uint8_t*>(PADDING);
+    }
 
     __device__ float value(int k) const {  // F16, BF16, F32
-        if (!has(k)) return 0.0f;
         if constexpr (SOURCE == F16) return f16_at(block(k));
         if constexpr (SOURCE == F32) return *reinterpret_cast<const float*>(block(k));
         return __uint_as_float(unsigned(*reinterpret_cast<const uint16_t*>(block(k))) << 16);
     }
 
     __device__ unsigned integer(int k) const {  // 0 .. 2^bits - 1
-        if (!has(k)) return 0;
         const uint8_t* b = block(k);
         const int i = k % VALUES, byte = i / 64 * 32 + i % 32, nibble = i / 32 % 2 * 4;
         if constexpr (SOURCE == Q4_K) return b[16 + byte] >> nibble & 15;
@@ -957,24 +894,18 @@ struct SourceRow {
         return b[BYTES - 16 + i % 16] >> i / 16 * 4 & 15;  // Q4_0, Q4_1
     }
 
-    __device__ float d(int k) const {
-        return has(k) ? f16_at(block(k) + (SOURCE == Q6_K ? 208 : 0)) : 0.0f;
-    }
-    __device__ float min(int k) const {  // Q4_K and Q5_K subtract it, Q4_1 adds it
-        return has(k) ? f16_at(block(k) + 2) : 0.0f;
-    }
+    __device__ float d(int k) const { return f16_at(block(k) + (SOURCE == Q6_K ? 208 : 0)); }
+    // Q4_K and Q5_K subtract it, Q4_1 adds it.
+    __device__ float min(int k) const { return f16_at(block(k) + 2); }
     // 6-bit scale and min of a sub-block of 32 (Q4_K, Q5_K).
     __device__ uint2 scale_and_min(int k) const {
-        if (!has(k)) return make_uint2(0, 0);
         const uint8_t* b = block(k) + 4;
         const int j = k % 256 / 32;
         if (j < 4) return make_uint2(b[j] & 63, b[j + 4] & 63);
         return make_uint2((b[j + 4] & 15) | b[j - 4] >> 6 << 4, b[j + 4] >> 4 | b[j] >> 6 << 4);
     }
     // 8-bit scale of a sub-block of 16 (Q6_K), plus 128.
-    __device__ unsigned scale(int k) const {
-        return has(k) ? block(k)[192 + k % 256 / 16] ^ 128 : 0;
-    }
+    __device__ unsigned scale(int k) const { return block(k)[192 + k % 256 / 16] ^ 128; }
 
     // What must fit in f16 once multiplied by the row's power of two: see row_scale_factor.
     __device__ float largest_of_block(int k) const {
@@ -988,8 +919,8 @@ struct SourceRow {
 };
 
 template <int SOURCE>
-__device__ __forceinline__ void repack_tile(const uint8_t* source, uint8_t* packed,
-                                            float* weight_scale, int rows, int cols) {
+DEVICE void repack_tile(const uint8_t* source, uint8_t* packed, float* weight_scale, int rows,
+                        int cols) {
     using Row = SourceRow<SOURCE>;
     constexpr int FORMAT = Row::FLOATS ? F16 : SOURCE;
     using P = Packed<FORMAT>;
@@ -997,18 +928,19 @@ __device__ __forceinline__ void repack_tile(const uint8_t* source, uint8_t* pack
     const int chunks = chunks_of(cols), parts = (chunks + PART_CHUNKS - 1) / PART_CHUNKS;
     const auto row_at = [=](int r) {
         const int row = blockIdx.x * TILE_ROWS + r;
-        return Row{source + int64_t(row) * (cols / Row::VALUES) * Row::BYTES, cols, row < rows};
+        return Row{source + int64_t(row) * (cols / Row::VALUES) * Row::BYTES,
+                   row < rows ? cols : 0};
     };
 
     for (int r = threadIdx.x / 32; r < TILE_ROWS; r += blockDim.x / 32) {
         const Row row = row_at(r);
         float largest = 0.0f;
-        for (int k = threadIdx.x % 32 * Row::VALUES; row.has(k); k += 32 * Row::VALUES)
+        for (int k = threadIdx.x % 32 * Row::VALUES; k < row.cols; k += 32 * Row::VALUES)
             largest = fmaxf(largest, row.largest_of_block(k));
         const float factor = row_scale_factor(warp_max(largest));
         if (threadIdx.x % 32 == 0) {
             factors[r] = factor;
-            if (row.real)
+            if (row.cols)
                 weight_scale[blockIdx.x * TILE_ROWS + r] =
                     (FORMAT == F16 ? 1.0f : P::K_SCALES ? 0x1p20f : 0x1p24f) / factor;
         }
@@ -1019,7 +951,6 @@ __device__ __forceinline__ void repack_tile(const uint8_t* source, uint8_t* pack
     for (int i = threadIdx.x; i < 32 * chunks; i += blockDim.x) {
         const int chunk = i / 32, lane = i % 32;
         unsigned words[P::WORDS] = {};
-#pragma unroll
         for (int r = 0; r < 2; r++) {
             const Row row = row_at(lane / 4 + 8 * r);
             const float factor = factors[lane / 4 + 8 * r];
@@ -1049,16 +980,23 @@ __device__ __forceinline__ void repack_tile(const uint8_t* source, uint8_t* pack
                 }
             }
         }
-        unsigned* to = reinterpret_cast<unsigned*>(packed + chunk * P::CHUNK_BYTES);
-#pragma unroll
-        for (int w = 0; w < P::WORDS; w++)
-            to[w / 4 * 128 + (w < P::WORDS / 4 * 4 ? 4 * lane + w % 4
-                                                   : P::WORDS % 4 * lane + w % 4)] = words[w];
+        for_pieces<FORMAT>(lane, [&](auto n, int byte, int word) {
+            unsigned* to = reinterpret_cast<unsigned*>(packed + chunk * P::CHUNK_BYTES + byte);
+            for (int i = 0; i < decltype(n)::VALUE; i++) to[i] = words[word + i];
+        });
     }
 
+    // f16 pairs for the rows g and g + 8: a scale, or what is added.
+    const auto half2_of = [&](int g, int k, bool added) {
+        constexpr float UNIT = P::K_SCALES ? -0.125f : 0x1p-24f;
+        const Row upper = row_at(g), lower = row_at(g + 8);
+        return added ? half2_bits(upper.min(k) * factors[g] * UNIT,
+                                  lower.min(k) * factors[g + 8] * UNIT)
+                     : half2_bits(upper.d(k) * factors[g], lower.d(k) * factors[g + 8]);
+    };
     if constexpr (P::SCALE_BYTES > 0) {
         unsigned* scales = reinterpret_cast<unsigned*>(packed + P::scales_at(chunks));
-        constexpr int WORDS = P::SCALE_BYTES / 128;  // of a lane
+        constexpr int WORDS = P::SIZE.scale_words;
         for (int i = threadIdx.x; i < parts * 32 * WORDS; i += blockDim.x) {
             const int part = i / (32 * WORDS), lane = i / WORDS % 32, at = i % WORDS, g = lane / 4;
             const int k = first_k(part * PART_CHUNKS + at * 4 / WORDS / 2 * 2, lane % 4);
@@ -1069,27 +1007,16 @@ __device__ __forceinline__ void repack_tile(const uint8_t* source, uint8_t* pack
             } else if constexpr (P::K_SCALES) {
                 const uint2 first = upper.scale_and_min(k), second = lower.scale_and_min(k);
                 scales[i] = first.x << 4 | first.y << 10 | second.x << 20 | second.y << 26;
-            } else if constexpr (FORMAT == Q4_1) {
-                const int r = g + at % 2 * 8;
-                scales[i] = half2_bits(row_at(r).d(k) * factors[r],
-                                       row_at(r).min(k) * factors[r] * 0x1p-24f);
             } else {
-                scales[i] = half2_bits(upper.d(k) * factors[g], lower.d(k) * factors[g + 8]);
+                scales[i] = half2_of(g, k, FORMAT == Q4_1 && at % 2);
             }
         }
     }
     if constexpr (P::BLOCK_BYTES > 0) {
-        constexpr int WORDS = P::BLOCK_BYTES / 4;
         unsigned* blocks = reinterpret_cast<unsigned*>(packed + P::blocks_at(chunks, parts));
-        for (int i = threadIdx.x; i < parts * WORDS; i += blockDim.x) {
-            const int k = i / WORDS * PART_CHUNKS * CHUNK, at = i % WORDS;
-            const int g = P::K_SCALES ? at / 2 : at;
-            const Row upper = row_at(g), lower = row_at(g + 8);
-            blocks[i] = P::K_SCALES && at % 2
-                            ? half2_bits(upper.min(k) * factors[g] * -0.125f,
-                                         lower.min(k) * factors[g + 8] * -0.125f)
-                            : half2_bits(upper.d(k) * factors[g], lower.d(k) * factors[g + 8]);
-        }
+        constexpr int WORDS = P::SIZE.half2s;
+        for (int i = threadIdx.x; i < parts * 8 * WORDS; i += blockDim.x)
+            blocks[i] = half2_of(i / WORDS % 8, i / (8 * WORDS) * PART_CHUNKS * CHUNK, i % WORDS);
     }
 }
 
@@ -1130,8 +1057,8 @@ __host__ __device__ constexpr int kv_block_bytes(int format, int head_dim) {
 }
 
 // Byte offset of the K block (V follows it) in storage [layer][page][kv head][K|V][block].
-__device__ __forceinline__ int64_t kv_offset(int layer, int n_pages, int page, int n_kv_heads,
-                                             int head, int block_bytes) {
+DEVICE int64_t kv_offset(int layer, int n_pages, int page, int n_kv_heads, int head,
+                         int block_bytes) {
     return ((int64_t(layer) * n_pages + page) * n_kv_heads + head) * 2 * block_bytes;
 }
 
@@ -1147,7 +1074,7 @@ __device__ float2 block_sum_and_max(float sum, float largest) {
     return make_float2(warp_sum(mine.x), warp_max(mine.y));
 }
 
-__device__ __forceinline__ float largest_of(float4 x) {
+DEVICE float largest_of(float4 x) {
     return fmaxf(fmaxf(fabsf(x.x), fabsf(x.y)), fmaxf(fabsf(x.z), fabsf(x.w)));
 }
 
@@ -1221,8 +1148,7 @@ KERNEL rope_angles(const int* positions, const int* rope_sets, const double* fre
 
 // Stores value d (lane d % 32 of a whole warp) of a token's K or V into its block. Values that f16
 // cannot hold are cut at its ends: a page never holds Inf or NaN, whoever reads it later.
-__device__ __forceinline__ void store_kv(char* block, int format, int head_dim, int token, int d,
-                                         float x) {
+DEVICE void store_kv(char* block, int format, int head_dim, int token, int d, float x) {
     const int at = token * head_dim + d;
     if (format == KV_F32) {
         reinterpret_cast<float*>(block)[at] = x;
@@ -1263,7 +1189,6 @@ KERNEL rope_kv(const float* qkv, const float* angles, const float* q_norm, const
     const float* norm = is_v ? nullptr : is_q ? q_norm : k_norm;
     qkv += (int64_t(row) * (n_heads + 2 * n_kv_heads) + head) * head_dim;
     float x[MOST_BLOCKS], gain[MOST_BLOCKS], sum = 0.0f;
-#pragma unroll
     for (int i = 0; i < MOST_BLOCKS; i++) {
         const int d = 32 * i + lane;
         x[i] = d < head_dim ? qkv[d] : 0.0f;
@@ -1271,20 +1196,16 @@ KERNEL rope_kv(const float* qkv, const float* angles, const float* q_norm, const
         sum += x[i] * x[i];
     }
     const float inverse = norm ? rsqrtf(warp_sum(sum) / head_dim + eps) : 1.0f;
-#pragma unroll
     for (int i = 0; i < MOST_BLOCKS; i++) {
         x[i] = x[i] * inverse * gain[i];
         heads[warp][32 * i + lane] = x[i];
     }
     __syncwarp();
 
-    char* block = nullptr;
-    if (page >= 0) {
-        const int kv_head = head - n_heads - (is_v ? n_kv_heads : 0);
-        const int bytes = kv_block_bytes(format, head_dim);
-        block = pages + kv_offset(layer, n_pages, page, n_kv_heads, kv_head, bytes);
-        block += is_v ? bytes : 0;
-    }
+    const int kv_head = head - n_heads - (is_v ? n_kv_heads : 0);
+    const int bytes = kv_block_bytes(format, head_dim);
+    char* block = pages + kv_offset(layer, n_pages, page, n_kv_heads, kv_head, bytes);
+    block += is_v ? bytes : 0;
     angles += int64_t(row) * rope_dim;
     const int pairs = rope_dim / 2;
 #pragma unroll
@@ -1305,13 +1226,13 @@ KERNEL rope_kv(const float* qkv, const float* angles, const float* q_norm, const
         else if (is_q)
             static_cast<__half*>(q)[at] =
                 __float2half_rn(fminf(fmaxf(value, -F16_LARGEST), F16_LARGEST));
-        else if (block)
+        else if (page >= 0)
             store_kv(block, format, head_dim, position % PAGE, d, value);
     }
 }
 
 // Relative error 1e-6; 0 for large negative x, where the exponential overflows.
-__device__ __forceinline__ float silu(float x) { return __fdividef(x, 1.0f + __expf(-x)); }
+DEVICE float silu(float x) { return __fdividef(x, 1.0f + __expf(-x)); }
 
 // x[r] = silu(gate) * up: gate_up f32 [rows, 2 cols], gate first -> x f16 [rows, stride], scale.
 // PRECOND: grid (rows), 1024 threads; cols % 4 = 0; stride = cols rounded up to 128.
@@ -1361,14 +1282,14 @@ constexpr int ATTENTION_WARPS = SEGMENT_PAGES;
 constexpr unsigned HALF_ONES = 0x3c003c00u;
 
 // 2^x to 22 bits, 0 for -inf. One instruction everywhere: it must give the same bits everywhere.
-__device__ __forceinline__ float exp2_fast(float x) {
+DEVICE float exp2_fast(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
 
 // 2^(from - to), where both may be -inf (nothing seen yet).
-__device__ __forceinline__ float rescale_factor(float from, float to) {
+DEVICE float rescale_factor(float from, float to) {
     return from == to ? 1.0f : exp2_fast(__fsub_rn(from, to));
 }
 
@@ -1376,7 +1297,7 @@ __device__ __forceinline__ float rescale_factor(float from, float to) {
 // the two value vectors.
 struct Softmax {
     float m, l;  // -inf and 0 at first
-    __device__ __forceinline__ float2 fold(float part_m, float part_l) {
+    DEVICE float2 fold(float part_m, float part_l) {
         const float largest = fmaxf(m, part_m);
         const float2 factors =
             make_float2(rescale_factor(m, largest), rescale_factor(part_m, largest));
@@ -1386,15 +1307,15 @@ struct Softmax {
     }
 };
 
-__device__ __forceinline__ float fold_value(float total, float part, float2 factors) {
+DEVICE float fold_value(float total, float part, float2 factors) {
     return __fmaf_rn(part, factors.y, __fmul_rn(total, factors.x));
 }
 
 // The factor of a row's values: zero where nothing was visible (padding), so that it yields zeros.
-__device__ __forceinline__ float inverse_sum(float l) { return l == 0.0f ? 0.0f : __frcp_rn(l); }
+DEVICE float inverse_sum(float l) { return l == 0.0f ? 0.0f : __frcp_rn(l); }
 
 // Adding zero makes -0 and 0 one: they differ by who was masked.
-__device__ __forceinline__ float normalised(float value, float inverse) {
+DEVICE float normalised(float value, float inverse) {
     return __fmaf_rn(value, inverse, 0.0f);
 }
 
@@ -1405,7 +1326,7 @@ struct KvPlace {
 };
 
 template <bool Q8, int HD>
-__device__ __forceinline__ KvPlace kv_place(const char* block, int token, int d) {
+DEVICE KvPlace kv_place(const char* block, int token, int d) {
     const int at = token * HD + d;
     return {block + at * (Q8 ? 1 : 2),
             reinterpret_cast<const __half*>(block + PAGE * HD) + at / Q8_BLOCK};
@@ -1416,35 +1337,25 @@ __device__ __forceinline__ KvPlace kv_place(const char* block, int token, int d)
 template <bool Q8, int N>
 struct Values {
     static constexpr int WORDS = Q8 ? N / 4 : N / 2;
-    unsigned raw[WORDS];
+    struct alignas(4 * WORDS) Words { unsigned word[WORDS]; };
+    Words raw;
     __half scale;
 
     // `offset` in values is a multiple of Q8_BLOCK and known when compiled.
-    __device__ __forceinline__ void load(const KvPlace& place, int offset) {
-        const char* from = place.values + offset * (Q8 ? 1 : 2);
-        if constexpr (WORDS == 4) {
-            const uint4 x = *reinterpret_cast<const uint4*>(from);
-            raw[0] = x.x, raw[1] = x.y, raw[2] = x.z, raw[3] = x.w;
-        } else if constexpr (WORDS == 2) {
-            const uint2 x = *reinterpret_cast<const uint2*>(from);
-            raw[0] = x.x, raw[1] = x.y;
-        } else {
-            raw[0] = *reinterpret_cast<const unsigned*>(from);
-        }
+    DEVICE void load(const KvPlace& place, int offset) {
+        raw = *reinterpret_cast<const Words*>(place.values + offset * (Q8 ? 1 : 2));
         if constexpr (Q8) scale = place.scales[offset / Q8_BLOCK];
     }
 
-    __device__ __forceinline__ void expand(unsigned (&half2s)[N / 2]) const {
+    DEVICE void expand(unsigned (&half2s)[N / 2]) const {
         if constexpr (!Q8) {
-#pragma unroll
-            for (int i = 0; i < WORDS; i++) half2s[i] = raw[i];
+            for (int i = 0; i < WORDS; i++) half2s[i] = raw.word[i];
         } else {
             // byte b + 128 behind 0x64 is the f16 1024 + (b + 128): exact, then one rounding
             const __half2 offset = __half2half2(__ushort_as_half(0x6480));  // 1152
             const __half2 scales = __half2half2(scale);
-#pragma unroll
             for (int i = 0; i < N / 2; i++) {
-                const unsigned bytes = __byte_perm(raw[i / 2] ^ 0x80808080u, 0x64646464u,
+                const unsigned bytes = __byte_perm(raw.word[i / 2] ^ 0x80808080u, 0x64646464u,
                                                    i % 2 ? 0x4342 : 0x4140);
                 const __half2 n = __hsub2(*reinterpret_cast<const __half2*>(&bytes), offset);
                 const __half2 x = __hmul2_rn(n, scales);
@@ -1454,25 +1365,10 @@ struct Values {
     }
 };
 
-__device__ __forceinline__ void mma_fragment(float (&d)[4], uint4 a, unsigned b0, unsigned b1) {
+DEVICE void mma_fragment(float (&d)[4], uint4 a, unsigned b0, unsigned b1) {
     const unsigned words[4] = {a.x, a.y, a.z, a.w};
     mma_16x8x16(d, words, b0, b1);
 }
-
-// Where one tile finds its keys and values.
-template <bool Q8, int HD>
-struct Cache {
-    static constexpr int BLOCK_BYTES = kv_block_bytes(Q8 ? KV_Q8 : KV_F16, HD);
-    const char* base;  // this layer and KV head
-    const int* table;  // pages of this sequence
-    int n_kv_heads;
-    __device__ __forceinline__ const char* keys(int page) const {
-        return base + int64_t(table[page]) * n_kv_heads * 2 * BLOCK_BYTES;
-    }
-    __device__ __forceinline__ const char* values(int page) const {
-        return keys(page) + BLOCK_BYTES;
-    }
-};
 
 struct Attention {
     const __half* q;
@@ -1492,7 +1388,7 @@ struct Attention {
 // in part_values f32 [rows, H, max_segments, HD] and part_states (m, l) for attention_merge.
 // Reads K and V of a tile's context once; thread (g, t) of a warp holds rows g, g + 8 of a product.
 template <bool Q8, int HD, int TILES>
-__device__ __forceinline__ void attention_tile(const Attention& work) {
+DEVICE void attention_tile(const Attention& work) {
     constexpr int COLUMNS = HD <= 128 ? 32 : 64;   // of the values, per warp
     constexpr int NEIGHBOURS = COLUMNS / 8;        // columns whose V a thread loads
     constexpr int STEPS = PAGE / 16;               // mma steps over the keys of a page
@@ -1519,10 +1415,14 @@ __device__ __forceinline__ void attention_tile(const Attention& work) {
     const int first_row = tiles[0], n_rows = tiles[1], slot = tiles[2], first_position = tiles[3];
     const int last_position = slot < 0 ? -1 : first_position + n_rows - 1;
     const int tile_pages = last_position / PAGE + (last_position >= 0);
-    const Cache<Q8, HD> cache = {
-        work.pages + kv_offset(work.layer, work.n_pages, 0, work.n_kv_heads, kv_head,
-                               Cache<Q8, HD>::BLOCK_BYTES),
-        work.page_table + int64_t(max(slot, 0)) * work.max_pages, work.n_kv_heads};
+    constexpr int BLOCK_BYTES = kv_block_bytes(Q8 ? KV_Q8 : KV_F16, HD);
+    const char* layer = work.pages + kv_offset(work.layer, work.n_pages, 0, work.n_kv_heads,
+                                               kv_head, BLOCK_BYTES);
+    const int* table = work.page_table + int64_t(max(slot, 0)) * work.max_pages;
+    const auto keys_of = [=](int page) {
+        return layer + int64_t(table[page]) * work.n_kv_heads * 2 * BLOCK_BYTES;
+    };
+    const auto values_of = [=](int page) { return keys_of(page) + BLOCK_BYTES; };
 
     if (threadIdx.x < ROWS) {
         const int token = threadIdx.x / group, head = kv_head * group + threadIdx.x % group;
@@ -1533,7 +1433,6 @@ __device__ __forceinline__ void attention_tile(const Attention& work) {
     for (int at = warp; at < TILES * HD / 32; at += ATTENTION_WARPS) {
         const int r = at / (HD / 32), i = at % (HD / 32);
         uint4 x[2] = {};
-#pragma unroll
         for (int j = 0; j < 2; j++) {
             const int row = 16 * r + g + 8 * j;
             if (visible[row] >= 0)
@@ -1561,10 +1460,9 @@ __device__ __forceinline__ void attention_tile(const Attention& work) {
         // 16 (n / 2) + 4t + 2 (n % 2) and the next one.
         float score[TILES][2 * STEPS][4] = {};
         float largest[2 * TILES];  // of rows g + 8 i
-#pragma unroll
         for (int i = 0; i < 2 * TILES; i++) largest[i] = -INFINITY;
         if (warp < here) {
-            KvPlace from = kv_place<Q8, HD>(cache.keys(first_page + warp), 4 * (g / 2) + g % 2,
+            KvPlace from = kv_place<Q8, HD>(keys_of(first_page + warp), 4 * (g / 2) + g % 2,
                                             8 * t);
             // Four products at a time, over whole 128-byte lines: H200, 64 rows x 1024 tokens,
             // 3.6 TB/s, and 2.7 where half lines of eight products are read.
@@ -1572,23 +1470,17 @@ __device__ __forceinline__ void attention_tile(const Attention& work) {
             auto fetch_key = [&](int n, int piece, const KvPlace& from) {
                 key[n][piece].load(from, (16 * (n / 2) + 2 * (n % 2)) * HD + 32 * piece);
             };
-#pragma unroll
             for (int n = 0; n < STEPS; n++)
-#pragma unroll
                 for (int piece = 0; piece < LINE; piece++) fetch_key(n, piece, from);
-#pragma unroll
             for (int half = 0; half < 2; half++)
 #pragma unroll 1
                 for (int i = 0; i < HD / 32; i += LINE) {
                     const int ahead = i + LINE < HD / 32 ? 32 * LINE : PAGE / 2 * HD - i * 32;
                     from = {from.values + ahead * (Q8 ? 1 : 2), from.scales + ahead / 32};
-#pragma unroll
                     for (int n = 0; n < STEPS; n++)
-#pragma unroll
                         for (int piece = 0; piece < LINE; piece++) {
                             unsigned b[4];
                             key[n][piece].expand(b);
-#pragma unroll
                             for (int r = 0; r < TILES; r++) {
                                 float(&sum)[4] = score[r][STEPS * half + n];
                                 const uint4(&a)[HD / 16][32] = queries[r];
@@ -1599,57 +1491,44 @@ __device__ __forceinline__ void attention_tile(const Attention& work) {
                         }
                 }
             const int position = (first_page + warp) * PAGE + 4 * t;
-#pragma unroll
             for (int i = 0; i < 2 * TILES; i++) {
                 const int last = visible[g + 8 * i];
-#pragma unroll
                 for (int n = 0; n < 2 * STEPS; n++)
-#pragma unroll
                     for (int e = 0; e < 2; e++) {
                         const int at = position + 16 * (n / 2) + 2 * (n % 2) + e;
                         float& x = score[i / 2][n][i % 2 * 2 + e];
                         x = at <= last ? __fmul_rn(x, work.scale) : -INFINITY;
                         largest[i] = fmaxf(largest[i], x);
                     }
-#pragma unroll
                 for (int o = 1; o < 4; o *= 2)
                     largest[i] = fmaxf(largest[i], __shfl_xor_sync(ALL_LANES, largest[i], o));
             }
         }
         if (t == 0)
-#pragma unroll
             for (int i = 0; i < 2 * TILES; i++) page_max[turn][warp][g + 8 * i] = largest[i];
 
         // The first values are on their way while the warps exchange maxima and weights.
         Value value[AHEAD][4];
         auto fetch = [&](int step, const KvPlace& from) {
-#pragma unroll
             for (int k = 0; k < 4; k++)
                 value[step % AHEAD][k].load(from, (16 * (step % STEPS) + k) * HD);
         };
-        KvPlace values = kv_place<Q8, HD>(cache.values(first_page), 4 * t, column);
+        KvPlace values = kv_place<Q8, HD>(values_of(first_page), 4 * t, column);
         if (has_columns)
-#pragma unroll
             for (int step = 0; step < AHEAD; step++) fetch(step, values);
         __syncthreads();
 
         if (warp < here) {
-#pragma unroll
             for (int r = 0; r < TILES; r++) {
                 float m[2] = {-INFINITY, -INFINITY};  // up to this warp's page
-#pragma unroll
                 for (int page = 0; page < SEGMENT_PAGES; page++)
-#pragma unroll
                     for (int i = 0; i < 2; i++)
                         if (page <= warp)
                             m[i] = fmaxf(m[i], page_max[turn][page][16 * r + g + 8 * i]);
-#pragma unroll
                 for (int i = 0; i < 2; i++)
                     if (m[i] == -INFINITY) m[i] = 0.0f;  // nothing visible yet: weights are 2^-inf
-#pragma unroll
                 for (int step = 0; step < STEPS; step++) {
                     unsigned a[4];
-#pragma unroll
                     for (int i = 0; i < 4; i++) {
                         const float* x = &score[r][2 * step + i / 2][2 * (i % 2)];
                         a[i] = half2_bits(exp2_fast(__fsub_rn(x[0], m[i % 2])),
@@ -1665,44 +1544,36 @@ __device__ __forceinline__ void attention_tile(const Attention& work) {
         // Values: slots 2t, 2t + 1, 2t + 8, 2t + 9 are keys 4t .. 4t + 3 of a step, and slot g of
         // product n is column NEIGHBOURS * g + n of this warp.
         float sum[TILES][4] = {}, o[TILES][NEIGHBOURS][4] = {}, m[2 * TILES];
-#pragma unroll
         for (int i = 0; i < 2 * TILES; i++) m[i] = -INFINITY;
 #pragma unroll
         for (int page = 0; page < SEGMENT_PAGES; page++) {
             if (page >= here) break;
-#pragma unroll
             for (int i = 0; i < 2 * TILES; i++) {
                 const float before = m[i];
                 m[i] = fmaxf(before, page_max[turn][page][g + 8 * i]);
                 const float factor = rescale_factor(before, m[i]);
-#pragma unroll
                 for (int e = i % 2 * 2; e < i % 2 * 2 + 2; e++) {
                     sum[i / 2][e] = __fmul_rn(sum[i / 2][e], factor);
-#pragma unroll
                     for (int n = 0; n < NEIGHBOURS; n++)
                         o[i / 2][n][e] = __fmul_rn(o[i / 2][n][e], factor);
                 }
             }
             const bool more = page + 1 < here;
             const KvPlace next =
-                kv_place<Q8, HD>(cache.values(first_page + page + more), 4 * t, column);
+                kv_place<Q8, HD>(values_of(first_page + page + more), 4 * t, column);
 #pragma unroll
             for (int step = 0; step < STEPS; step++) {
                 unsigned v[4][NEIGHBOURS / 2];
-#pragma unroll
                 for (int k = 0; k < 4; k++) value[step % AHEAD][k].expand(v[k]);
                 uint4 p[TILES];
-#pragma unroll
                 for (int r = 0; r < TILES; r++) {
                     p[r] = weights[r][page * STEPS + step][lane];
                     mma_fragment(sum[r], p[r], HALF_ONES, HALF_ONES);
                 }
-#pragma unroll
                 for (int n = 0; n < NEIGHBOURS; n++) {
                     const unsigned pick = n % 2 ? 0x7632 : 0x5410;
                     const unsigned b0 = __byte_perm(v[0][n / 2], v[1][n / 2], pick);
                     const unsigned b1 = __byte_perm(v[2][n / 2], v[3][n / 2], pick);
-#pragma unroll
                     for (int r = 0; r < TILES; r++) mma_fragment(o[r][n], p[r], b0, b1);
                 }
                 if (step + AHEAD < STEPS)
@@ -1715,11 +1586,9 @@ __device__ __forceinline__ void attention_tile(const Attention& work) {
 
         // Thread (g, t) now holds columns 2 NEIGHBOURS t .. of its warp, rows g + 8 i.
         if (gridDim.z == 1) {
-#pragma unroll
             for (int r = 0; r < TILES; r++) {
                 const float2 up = softmax[2 * r][threadIdx.x].fold(m[2 * r], sum[r][0]);
                 const float2 down = softmax[2 * r + 1][threadIdx.x].fold(m[2 * r + 1], sum[r][2]);
-#pragma unroll
                 for (int n = 0; n < NEIGHBOURS; n++) {
                     float4& all = total[r][n][threadIdx.x];
                     const float(&part)[4] = o[r][n];
@@ -1729,13 +1598,11 @@ __device__ __forceinline__ void attention_tile(const Attention& work) {
             }
             continue;
         }
-#pragma unroll
         for (int i = 0; i < 2 * TILES; i++) {
             if (visible[g + 8 * i] < 0) continue;
             const int64_t at = int64_t(place[g + 8 * i]) * work.max_segments + segment;
             float4* to = reinterpret_cast<float4*>(work.part_values + at * HD + warp * COLUMNS +
                                                    2 * NEIGHBOURS * t);
-#pragma unroll
             for (int n = 0; n < 2 * NEIGHBOURS; n += 4) {
                 const int e = i % 2 * 2 + n / NEIGHBOURS, c = n % NEIGHBOURS;
                 const float(&from)[NEIGHBOURS][4] = o[i / 2];
@@ -1746,7 +1613,6 @@ __device__ __forceinline__ void attention_tile(const Attention& work) {
         }
     }
     if (gridDim.z > 1 || !has_columns) return;
-#pragma unroll
     for (int i = 0; i < 2 * TILES; i++) {
         const int row_and_head = place[g + 8 * i];
         if (row_and_head < 0) continue;
@@ -1754,7 +1620,6 @@ __device__ __forceinline__ void attention_tile(const Attention& work) {
         const int row = row_and_head / n_heads, head = row_and_head % n_heads;
         const int at = head * HD + warp * COLUMNS + 2 * NEIGHBOURS * t;
         unsigned x[NEIGHBOURS];  // pairs of columns
-#pragma unroll
         for (int n = 0; n < NEIGHBOURS; n += 2) {
             const float4 a = total[i / 2][n][threadIdx.x], b = total[i / 2][n + 1][threadIdx.x];
             x[n / 2] = half2_bits(normalised(i % 2 ? a.z : a.x, inverse),
@@ -1762,7 +1627,6 @@ __device__ __forceinline__ void attention_tile(const Attention& work) {
             x[(NEIGHBOURS + n) / 2] = half2_bits(normalised(i % 2 ? a.w : a.y, inverse),
                                                  normalised(i % 2 ? b.w : b.y, inverse));
         }
-#pragma unroll
         for (int n = 0; n < NEIGHBOURS; n += 4)
             work.out[piece_at(row, at + 2 * n, work.stride / CHUNK)] =
                 make_uint4(x[n], x[n + 1], x[n + 2], x[n + 3]);
@@ -1809,10 +1673,8 @@ KERNEL attention_merge(const float* part_values, const float2* part_states, uint
         // 32 segments are on their way at once; lane i of every warp holds the state of segment i.
         const float2 state = lane < n ? part_states[at + lane] : make_float2(-INFINITY, 0.0f);
         float value[32];
-#pragma unroll
         for (int i = 0; i < 32; i++)
             value[i] = i < n ? part_values[(at + i) * head_dim + column] : 0.0f;
-#pragma unroll
         for (int i = 0; i < 32; i++) {
             if (i >= n) break;
             const float2 factors = softmax.fold(__shfl_sync(ALL_LANES, state.x, i),
@@ -1825,52 +1687,43 @@ KERNEL attention_merge(const float* part_values, const float2* part_states, uint
         __float2half_rn(normalised(total, inverse_sum(softmax.l)));
 }
 
-// The same in float32 without tensor cores, for f32 KV; no promise of speed, so nothing is split.
+// ==== beyond the core ============================================================================
+
+// ---------------------------------------------------------------------------------------------
+// Attention over f32 KV: no tensor cores, no promise of speed, nothing is split
+// ---------------------------------------------------------------------------------------------
+
 // q f32 [rows, H D] -> out f32 [rows, H D], which attention_f32_scale turns into a GEMM input: f32
-// values may be larger than f16 holds.
-// PRECOND: grid (rows, H), 128 threads; D <= 256 in whole blocks of 32. One block holds one row and
+// values may be larger than f16 holds. scale = attn_scale * log2(e).
+// PRECOND: grid (rows, H), 32 threads; D <= 256 in whole blocks of 32. One warp holds one row and
 // head; it reads the K and V that the row sees once. Rows with slot < 0 become zero.
 KERNEL attention_f32(const float* q, float* out, const char* pages, const int* page_table,
                      const int* positions, const int* slots, int layer, int n_pages,
                      int max_pages, int n_kv_heads, int head_dim, float scale) {
     follow_predecessor();
-    __shared__ float weight[PAGE];
-    const int row = blockIdx.x, head = blockIdx.y, n_heads = gridDim.y;
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    const int row = blockIdx.x, head = blockIdx.y, n_heads = gridDim.y, lane = threadIdx.x;
     const int kv_head = head / (n_heads / n_kv_heads), bytes = kv_block_bytes(KV_F32, head_dim);
     const int visible = slots[row] < 0 ? 0 : positions[row] + 1;
-    const int64_t place = (int64_t(row) * n_heads + head) * head_dim;
-    float m = -INFINITY, sum = 0.0f, o[2] = {};
-    for (int start = 0; start < visible; start += PAGE) {
-        const int page = page_table[int64_t(slots[row]) * max_pages + start / PAGE];
-        const int n = min(PAGE, visible - start);
-        const float* keys = reinterpret_cast<const float*>(
+    q += (int64_t(row) * n_heads + head) * head_dim;
+    out += (int64_t(row) * n_heads + head) * head_dim;
+    float m = -INFINITY, sum = 0.0f, o[MOST_BLOCKS] = {};
+#pragma unroll 4
+    for (int at = 0; at < visible; at++) {
+        const int page = page_table[int64_t(slots[row]) * max_pages + at / PAGE];
+        const float* key = reinterpret_cast<const float*>(
             pages + kv_offset(layer, n_pages, page, n_kv_heads, kv_head, bytes));
-        const float* values = keys + PAGE * head_dim;
-        for (int key = warp; key < PAGE; key += 4) {
-            float dot = 0.0f;
-            for (int d = lane; d < head_dim && key < n; d += 32)
-                dot += q[place + d] * keys[key * head_dim + d];
-            dot = warp_sum(dot);
-            if (lane == 0) weight[key] = key < n ? dot * scale : -INFINITY;
-        }
-        __syncthreads();
-        const float x[2] = {weight[lane], weight[lane + 32]};
-        const float largest = fmaxf(m, warp_max(fmaxf(x[0], x[1])));
-        const float p[2] = {exp2f(x[0] - largest), exp2f(x[1] - largest)};
-        const float factor = exp2f(m - largest);
-        m = largest, sum = sum * factor + warp_sum(p[0] + p[1]);
-        __syncthreads();
-        if (warp == 0) weight[lane] = p[0], weight[lane + 32] = p[1];
-        __syncthreads();
-        for (int i = 0, d = threadIdx.x; d < head_dim; i++, d += 128) {
-            o[i] *= factor;
-            for (int key = 0; key < n; key++) o[i] += weight[key] * values[key * head_dim + d];
-        }
-        __syncthreads();
+        key += at % PAGE * head_dim;
+        const float* value = key + PAGE * head_dim;
+        float dot = 0.0f;
+        for (int d = lane; d < head_dim; d += 32) dot += q[d] * key[d];
+        const float score = warp_sum(dot) * scale, largest = fmaxf(m, score);
+        const float factor = exp2f(m - largest), weight = exp2f(score - largest);
+        m = largest, sum = sum * factor + weight;
+        for (int i = 0; i < MOST_BLOCKS; i++)
+            if (32 * i < head_dim) o[i] = o[i] * factor + weight * value[32 * i + lane];
     }
-    for (int i = 0, d = threadIdx.x; d < head_dim; i++, d += 128)
-        out[place + d] = visible ? o[i] / sum : 0.0f;
+    for (int i = 0; i < MOST_BLOCKS; i++)
+        if (32 * i < head_dim) out[32 * i + lane] = visible ? o[i] / sum : 0.0f;
 }
 
 // x[r] f16 [rows, stride] and scale [rows] from f32 [rows, cols].
@@ -1882,8 +1735,6 @@ KERNEL attention_f32_scale(const float* from, uint4* x, float* scale, int cols, 
     auto values = [=](int i) { return *reinterpret_cast<const float4*>(row + i); };
     store_scaled_row(values, largest_in_row(values, cols), cols, stride, x, scale);
 }
-
-// ==== beyond the core ============================================================================
 
 // ---------------------------------------------------------------------------------------------
 // Sampling: sampling.py is the definition, its docstring the explanation. Every number below is
@@ -1910,35 +1761,25 @@ struct Adjustment {                         // sampling.ADJUSTMENT
 };
 
 // p * z + c in two roundings.
-__device__ __forceinline__ double mul_add(double p, double z, double c) {
+DEVICE double mul_add(double p, double z, double c) {
     return __dadd_rn(__dmul_rn(p, z), c);
 }
 
 // floor(exp(x) * 2^40), 0 below -REACH; x <= 0.
-__device__ __forceinline__ uint64_t sample_weight(double x) {
+DEVICE uint64_t sample_weight(double x) {
     if (x < -REACH) return 0;
     double k = rint(__dmul_rn(x, 1.4426950408889634));
     double r = __dsub_rn(__dsub_rn(x, __dmul_rn(k, LN2_HIGH)), __dmul_rn(k, LN2_LOW));
-    double p = 1.0 / 6227020800.0;          // 1/13!, then the other Taylor terms
-    p = mul_add(p, r, 1.0 / 479001600.0);
-    p = mul_add(p, r, 1.0 / 39916800.0);
-    p = mul_add(p, r, 1.0 / 3628800.0);
-    p = mul_add(p, r, 1.0 / 362880.0);
-    p = mul_add(p, r, 1.0 / 40320.0);
-    p = mul_add(p, r, 1.0 / 5040.0);
-    p = mul_add(p, r, 1.0 / 720.0);
-    p = mul_add(p, r, 1.0 / 120.0);
-    p = mul_add(p, r, 1.0 / 24.0);
-    p = mul_add(p, r, 1.0 / 6.0);
-    p = mul_add(p, r, 0.5);
-    p = mul_add(p, r, 1.0);
-    p = mul_add(p, r, 1.0);
+    constexpr double FACTORIALS[] = {1,    1,     2,      6,       24,       120,       720,
+                                     5040, 40320, 362880, 3628800, 39916800, 479001600, 6227020800};
+    double p = 1.0 / FACTORIALS[13];
+    for (int n = 12; n >= 0; n--) p = mul_add(p, r, 1.0 / FACTORIALS[n]);  // Taylor terms
     double power = __longlong_as_double((long long)(int(k) + 1023 + WEIGHT_BITS) << 52);
     return uint64_t(__dmul_rn(p, power));
 }
 
 // Natural logarithm of a positive, normal v.
-__device__ __forceinline__ double sample_log(double v) {
+DEVICE double sample_log(double v) {
     long long bits = __double_as_longlong(v);
     int e = int(bits >> 52) - 1022;
     double m = __longlong_as_double((bits & 0xfffffffffffffLL) | 1022LL << 52);     // [1/2, 1)
@@ -1949,16 +1790,14 @@ __device__ __forceinline__ double sample_log(double v) {
     double s = __ddiv_rn(__dsub_rn(m, 1.0), __dadd_rn(m, 1.0));
     double z = __dmul_rn(s, s);
     double p = 1.0 / 23.0;
-#pragma unroll
     for (int n = 21; n > 0; n -= 2) p = mul_add(p, z, 1.0 / n);
     double tail = __dadd_rn(__dmul_rn(__dmul_rn(2.0, s), p), __dmul_rn(double(e), LN2_LOW));
     return __dadd_rn(__dmul_rn(double(e), LN2_HIGH), tail);
 }
 
 // Philox4x32-10.
-__device__ __forceinline__ uint4 philox(uint64_t seed, uint4 counter) {
+DEVICE uint4 philox(uint64_t seed, uint4 counter) {
     uint32_t key0 = uint32_t(seed), key1 = uint32_t(seed >> 32);
-#pragma unroll
     for (int round = 0; round < 10; round++) {
         uint64_t even = uint64_t(counter.x) * 0xD2511F53u, odd = uint64_t(counter.z) * 0xCD9E8D57u;
         counter = make_uint4(uint32_t(odd >> 32) ^ counter.y ^ key0, uint32_t(odd),
@@ -1970,7 +1809,7 @@ __device__ __forceinline__ uint4 philox(uint64_t seed, uint4 counter) {
 }
 
 // Gumbel noise of one Philox word, as the definition has it.
-__device__ __forceinline__ double gumbel(uint32_t word) {
+DEVICE double gumbel(uint32_t word) {
     double u = __dmul_rn(__dadd_rn(double(word), 0.5), 1.0 / 4294967296.0);
     return -sample_log(-sample_log(u));
 }
@@ -1978,7 +1817,7 @@ __device__ __forceinline__ double gumbel(uint32_t word) {
 // The same in float32, within 5e-6: -log(u) keeps a relative error below 4e-7 if words near 2^32 go
 // through log1p of the distance to 1; the outer log makes that an absolute error and, being at most
 // 23, adds 2e-6 of its own.
-__device__ __forceinline__ float rough_gumbel(uint32_t word) {
+DEVICE float rough_gumbel(uint32_t word) {
     constexpr float unit = 1.0f / 4294967296.0f;
     float y = word < 0x80000000u ? logf((float(word) + 0.5f) * unit)
                                  : log1pf(-(float(~word) + 0.5f) * unit);
@@ -1986,37 +1825,35 @@ __device__ __forceinline__ float rough_gumbel(uint32_t word) {
 }
 
 // uint32 in the order of the floats; -0 and 0 are equal, NaN is above all.
-__device__ __forceinline__ uint32_t float_rank(float x) {
+DEVICE uint32_t float_rank(float x) {
     if (x != x) return 0xffffffffu;
     uint32_t bits = __float_as_uint(__fadd_rn(x, 0.0f));
     return bits >> 31 ? ~bits : bits | 0x80000000u;
 }
 
-__device__ __forceinline__ float float_of_rank(uint32_t rank) {
+DEVICE float float_of_rank(uint32_t rank) {
     return __uint_as_float(rank >> 31 ? rank & 0x7fffffffu : ~rank);
 }
 
 // Every thread of the block gets op over all threads' x; op is exact and commutative.
 template <class T, class Op>
-__device__ __forceinline__ T block_all(T x, Op op) {
+DEVICE T block_all(T x, Op op) {
     __shared__ T partial[SAMPLE_THREADS / 32];
-#pragma unroll
     for (int o = 16; o > 0; o >>= 1) x = op(x, __shfl_xor_sync(ALL_LANES, x, o));
     __syncthreads();                        // an earlier result has been read by all
     if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = x;
     __syncthreads();
     x = partial[threadIdx.x % 32];
-#pragma unroll
     for (int o = 16; o > 0; o >>= 1) x = op(x, __shfl_xor_sync(ALL_LANES, x, o));
     return x;
 }
 
 template <class T>
-__device__ __forceinline__ T block_max(T x) {
+DEVICE T block_max(T x) {
     return block_all(x, [](T a, T b) { return a > b ? a : b; });
 }
 
-__device__ __forceinline__ uint64_t block_sum(uint64_t x) {
+DEVICE uint64_t block_sum(uint64_t x) {
     return block_all(x, [](uint64_t a, uint64_t b) { return a + b; });
 }
 
@@ -2026,7 +1863,7 @@ struct SampleValues {
     const Adjustment* adjustments;          // of this row, or null
     float repetition, presence, frequency;
 
-    __device__ __forceinline__ float operator()(int id) const {
+    DEVICE float operator()(int id) const {
         float l = logits[id];
         if (adjustments == nullptr) return l;
         Adjustment a = adjustments[id];
@@ -2038,16 +1875,17 @@ struct SampleValues {
     }
 
     // Ranking by logit descending, then id ascending: the larger key comes first.
-    __device__ __forceinline__ uint64_t key(int id) const {
+    DEVICE uint64_t key(int id) const {
         return uint64_t(float_rank((*this)(id))) << 32 | uint32_t(~id);
     }
 };
 
 // Sums over tokens that share a digit of their key. A weight is three limbs of 14 bits, so that the
-// adds are native 32-bit atomics and 2^18 tokens cannot overflow one; lanes spread over 8 copies.
-constexpr int BINS = 256, BIN_COPIES = 8, LIMB_BITS = 14;
+// adds are native 32-bit atomics and 2^18 tokens cannot overflow one; the fourth counts the tokens.
+// Lanes spread over 8 copies.
+constexpr int BINS = 256, BIN_COPIES = 8, LIMBS = 4, LIMB_BITS = 14;
 struct SampleBins {
-    uint32_t limb[3][BINS][BIN_COPIES], count[BINS][BIN_COPIES];
+    uint32_t limb[LIMBS][BINS][BIN_COPIES];
     uint64_t sum[BINS], before;             // from here on the highest digit comes first
     bool single[BINS];
     int chosen;
@@ -2063,10 +1901,8 @@ __device__ uint64_t sample_cut(SampleBins& bins, const SampleValues& values, int
     uint64_t prefix = 0;                    // leading digits of the deciding token
     uint64_t before = 0, limit = 0;         // weights of what is surely kept; known to warp 0
     for (int shift = 56;; shift -= 8) {
-        for (int i = threadIdx.x; i < BINS * BIN_COPIES; i += SAMPLE_THREADS) {
-            for (int part = 0; part < 3; part++) (&bins.limb[part][0][0])[i] = 0;
-            (&bins.count[0][0])[i] = 0;
-        }
+        for (int i = threadIdx.x; i < LIMBS * BINS * BIN_COPIES; i += SAMPLE_THREADS)
+            (&bins.limb[0][0][0])[i] = 0;
         __syncthreads();
         for (int id = threadIdx.x; id < n_vocab; id += SAMPLE_THREADS) {
             uint64_t key = values.key(id);
@@ -2075,9 +1911,9 @@ __device__ uint64_t sample_cut(SampleBins& bins, const SampleValues& values, int
             // Weightless tokens come last, out of reach of the noise: it is all the same whether
             // one shares the bin of the deciding token.
             if (weight == 0) continue;
+            weight |= 1ull << 3 * LIMB_BITS;
             int digit = int(key >> shift) & (BINS - 1), copy = threadIdx.x % BIN_COPIES;
-            atomicAdd(&bins.count[digit][copy], 1u);
-            for (int part = 0; part < 3; part++) {
+            for (int part = 0; part < LIMBS; part++) {
                 uint32_t limb = uint32_t(weight >> (part * LIMB_BITS)) & ((1u << LIMB_BITS) - 1);
                 if (limb) atomicAdd(&bins.limb[part][digit][copy], limb);
             }
@@ -2088,7 +1924,7 @@ __device__ uint64_t sample_cut(SampleBins& bins, const SampleValues& values, int
             uint64_t sum = 0;
             uint32_t count = 0;
             for (int copy = 0; copy < BIN_COPIES; copy++) {
-                count += bins.count[digit][copy];
+                count += bins.limb[3][digit][copy];
                 for (int part = 0; part < 3; part++)
                     sum += uint64_t(bins.limb[part][digit][copy]) << (part * LIMB_BITS);
             }
@@ -2101,7 +1937,6 @@ __device__ uint64_t sample_cut(SampleBins& bins, const SampleValues& values, int
             uint64_t mine = 0;
             for (int j = 0; j < PER_LANE; j++) mine += bins.sum[threadIdx.x * PER_LANE + j];
             uint64_t up_to = mine;          // inclusive sum over the lanes
-#pragma unroll
             for (int o = 1; o < 32; o <<= 1) {
                 uint64_t left = __shfl_up_sync(ALL_LANES, up_to, o);
                 if (int(threadIdx.x) >= o) up_to += left;
@@ -2120,30 +1955,23 @@ __device__ uint64_t sample_cut(SampleBins& bins, const SampleValues& values, int
         __syncthreads();
         prefix = prefix << 8 | uint32_t(BINS - 1 - bins.chosen);
         before = bins.before;
-        bool done = bins.single[bins.chosen] || shift == 0;
-        if (done) return max(prefix << shift, floor);
+        if (bins.single[bins.chosen] || shift == 0) return max(prefix << shift, floor);
     }
 }
 
 // Calls visit(id, logit, Philox word) for the tokens with key >= floor. Four share a Philox call.
 template <class Visit>
-__device__ __forceinline__ void sample_survivors(const SampleValues& values, const SampleRow& row,
-                                                 int n_vocab, uint64_t floor, Visit visit) {
+DEVICE void sample_survivors(const SampleValues& values, const SampleRow& row, int n_vocab,
+                             uint64_t floor, Visit visit) {
     for (int id = 4 * threadIdx.x; id < n_vocab; id += 4 * SAMPLE_THREADS) {
         bool keeps[4], any = false;
-        float logit[4];
-#pragma unroll
-        for (int j = 0; j < 4; j++) {
-            keeps[j] = id + j < n_vocab && values.key(id + j) >= floor;
-            logit[j] = keeps[j] ? values(id + j) : 0.0f;
-            any |= keeps[j];
-        }
+        for (int j = 0; j < 4; j++)
+            any |= keeps[j] = id + j < n_vocab && values.key(id + j) >= floor;
         if (!any) continue;
         uint4 words = philox(row.seed, make_uint4(row.position, row.choice, uint32_t(id) / 4, 0));
         uint32_t word[4] = {words.x, words.y, words.z, words.w};
-#pragma unroll
         for (int j = 0; j < 4; j++)
-            if (keeps[j]) visit(id + j, logit[j], word[j]);
+            if (keeps[j]) visit(id + j, values(id + j), word[j]);
     }
 }
 
@@ -2173,8 +2001,7 @@ __device__ int sample_draw(SampleBins& bins, const SampleValues& values, const S
         if (__dsub_rn(double(float_of_rank(middle)), double(top)) >= row.min_gap) highest = middle;
         else lowest = middle + 1;
     }
-    uint64_t min_p_floor = uint64_t(lowest) << 32;
-    floor = max(floor, min_p_floor);
+    floor = max(floor, uint64_t(lowest) << 32);
 
     // Scores in float32 are within 2e-5 of the truth (x is above -28.1 here), so what is 1e-3
     // behind the best of them cannot win; the rest, mostly one token, is scored exactly.
@@ -2212,10 +2039,7 @@ sample(const float* logits, const SampleRow* draws, Adjustment* adjustments, int
     __shared__ SampleBins bins;
     const SampleRow& row = draws[blockIdx.x];
     if (!row.active) {
-        if (threadIdx.x == 0) {
-            tokens[blockIdx.x] = -1;
-            logprobs[blockIdx.x] = 0.0f;
-        }
+        if (threadIdx.x == 0) tokens[blockIdx.x] = -1, logprobs[blockIdx.x] = 0.0f;
         return;
     }
     logits += size_t(blockIdx.x) * n_vocab;
@@ -2224,10 +2048,7 @@ sample(const float* logits, const SampleRow* draws, Adjustment* adjustments, int
     SampleValues values{logits, adjustment, row.repetition, row.presence, row.frequency};
 
     uint64_t best = 0;
-    for (int id = threadIdx.x; id < n_vocab; id += SAMPLE_THREADS) {
-        uint64_t key = values.key(id);
-        best = key > best ? key : best;
-    }
+    for (int id = threadIdx.x; id < n_vocab; id += SAMPLE_THREADS) best = max(best, values.key(id));
     best = block_max(best);
     float top = float_of_rank(uint32_t(best >> 32)), logprob = 0.0f;
     int token = -1;

@@ -16,6 +16,7 @@ import reference
 import sampling
 from errors import DeviceError
 from kv import PAGE, Batch
+from model import Config
 
 
 @pytest.fixture(scope="module")
@@ -41,10 +42,12 @@ def heads_config(head_dim, group, n_kv_heads, rope_dim=None, neox=True, n_layers
     """What the attention ops read of a Config."""
     rope_dim = rope_dim or head_dim
     short = 10000.0 ** (-np.arange(rope_dim // 2) * 2 / rope_dim)
-    return SimpleNamespace(
+    cfg = SimpleNamespace(
         n_layers=n_layers, n_heads=group * n_kv_heads, n_kv_heads=n_kv_heads, head_dim=head_dim,
         rms_eps=1e-6, attn_scale=head_dim ** -0.5, rope_dim=rope_dim, rope_neox=neox,
         rope_sets=(tuple(short), tuple(short / 3)), rope_magnitude=1.19)
+    cfg.kv_bytes_per_token = lambda kv_format: Config.kv_bytes_per_token(cfg, kv_format)
+    return cfg
 
 
 def raw_rows(device, x):
@@ -298,6 +301,53 @@ def test_attention_refuses(device):
         device.pages(heads_config(80, 1, 1), 1, "f16")
     with pytest.raises(DeviceError, match="at most 16"):
         device.pages(heads_config(64, 17, 1), 1, "f16")
+
+
+@pytest.mark.gpu
+def test_matrix_refuses(device):
+    with pytest.raises(DeviceError, match="four columns"):
+        device.matrix([random_tensor(np.random.default_rng(0), "F16", 16, 90)])
+
+
+@pytest.mark.gpu
+def test_close_gives_everything_back():
+    opened = device_module.Device()
+    weight = opened.upload(np.ones(64, np.float32), "weights")
+    for rows in (1, 1, 1, 40, 1, 1):  # captured, dropped as scratch moves, captured again
+        h = opened.upload(np.ones((rows, 64), np.float32), "test")
+        x = opened.run(rows, lambda: opened.rmsnorm(h, weight, 0.0))
+        assert (opened.fetch([opened.buffer("rmsnorm_scale", (rows,), np.float32)])()[0] > 0).all()
+        assert x.rows == rows
+    assert [bool(ready) for ready in opened.graphs.values()] == [True]
+    for _ in range(2):
+        opened.close()
+        assert not opened.graphs and not opened.addresses and not any(opened.allocated.values())
+
+
+def test_a_failed_start_gives_everything_back(monkeypatch, tmp_path):
+    """Whatever driver call of the start fails, those before it are undone."""
+    undo = {"cuDevicePrimaryCtxRetain": "cuDevicePrimaryCtxRelease", "cuEventCreate":
+            "cuEventDestroy", "cuStreamCreate": "cuStreamDestroy", "cuLibraryLoadData":
+            "cuLibraryUnload", "cuMemAllocHost": "cuMemFreeHost"}
+    (tmp_path / "kernels.cubin").write_bytes(b"kernels")
+    monkeypatch.setattr(device_module, "CUBIN", tmp_path / "kernels.cubin")
+    monkeypatch.setattr(device_module, "driver", SimpleNamespace())
+    for name, value in dict(cubin_state="ok", architecture=90, card_name="card",
+                            attribute=1).items():
+        monkeypatch.setattr(device_module, name, lambda *_, value=value: value)
+    for last in range(2, 12):
+        done = []
+
+        def call(name, *args):
+            if len(done) == last and name not in undo.values():
+                raise DeviceError(name)
+            done.append(name)
+            return 0
+        monkeypatch.setattr(device_module, "call", call)
+        with pytest.raises(DeviceError):
+            device_module.Device()
+        for made, undone in undo.items():
+            assert done.count(made) == done.count(undone), (last, made)
 
 
 @pytest.mark.gpu

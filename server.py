@@ -37,7 +37,7 @@ from urllib.parse import unquote
 import chat
 import cli
 import receipts
-from api import Choice, Order, encode, error_object, parse_json, text_of
+from api import Choice, Order, encode, error_object, parse_json
 from errors import LeoneError, Overloaded, RequestError
 from leone import VERSION
 
@@ -389,14 +389,6 @@ class Server(socketserver.ThreadingTCPServer):
         self.work.set()
         return request
 
-    def remember(self, choice):
-        """Keep the tokens of an answer: the tokenizer might make others of the same text."""
-        engine, request, text = self.engine, choice.request, text_of(choice.deltas)
-        ids = [id for id in request.tokens if id not in engine.tokenizer.eos_ids]
-        if request.session and text and engine.detokenize(ids) == text:
-            said = dict.fromkeys((text, text.strip()), ids)  # some templates strip it
-            engine.sessions.answers(request.session).update(said)
-
     # ---- what it says of itself ------------------------------------------------------------
 
     def check_health(self):
@@ -601,7 +593,6 @@ class Handler(BaseHTTPRequestHandler):
         for name, seconds in zip(("time_to_first_token", "inter_token"), answer.times()):
             server.count(f"{name}_seconds_sum", seconds)
             server.count(f"{name}_seconds_count")
-        server.remember(answer.choices[0])
         receipt = self.receipt(answer) if order.receipt else {}
         if order.stream:
             usage = [answer.event(usage=answer.usage())] if order.include_usage else []

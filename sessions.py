@@ -104,6 +104,11 @@ class Sessions:
         if request.pages is not None and not request.error:  # else it is what it was, or its file
             session.tokens, session.pages, session.root = tokens, pages, request.root
             session.changed = True
+            tokenizer, text = self.engine.tokenizer, request.text
+            ids = [id for id in request.tokens if id not in tokenizer.eos_ids]
+            if text and tokenizer.decode(ids) == text:  # else a stop string cut it
+                said = dict.fromkeys((text, text.strip()), ids)  # some templates strip it
+                self.answers(session.name).update(said)
 
     def park(self):
         """Free the pages of the idle session that was used least recently. False if there is none.
@@ -284,6 +289,7 @@ class Sessions:
         except OSError:
             raise damaged(session.name) from None
         engine, session.tokens, session.root = self.engine, header["tokens"], header["root"]
+        session.answers = session.answers or header["answers"]
         session.pages, session.changed = engine.pool.take(-(-len(session.tokens) // PAGE)), False
         engine.ops.load_pages(engine.kv, session.pages, np.frombuffer(blobs["kv"], np.uint8))
 

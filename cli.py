@@ -112,8 +112,10 @@ def build_parser():
     prompt(sub)
     sub.add_argument("--special", action="store_true", help="read control tokens in the text")
 
-    command("doctor", lambda args: tools.doctor(args.model, args.json),
-            "Report on a model file, the card and the build.", "--json")
+    sub = command("doctor", lambda args: tools.doctor(args.model, args.json, args.deep),
+                  "Report on a model file, the card and the build.", "--json")
+    sub.add_argument("--deep", action="store_true",
+                     help="also run the model: are its bits the same at any load?")
 
     sub = command("bench", run_bench, "Measure decode and prefill speed.", *OPTIONS)
     sub.add_argument("--rows", default="1,8", metavar="N,N", help="sequences at once (default 1,8)")

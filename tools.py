@@ -33,13 +33,41 @@ class CheckOnly:
         """The loader has looked at the values already."""
 
 
-def doctor(path, as_json=False):
-    """Print what `examine` finds out, as a table or as one JSON object.
+def doctor(path, as_json=False, deep=False):
+    """Print what `examine` finds out, as a table or as one JSON object. Returns 1 if `deep` finds
+    bits that differ.
 
     Raises ModelError where the file is damaged or does not hold what its family needs.
     """
     report = examine(path)
+    if deep:
+        report["same_bits"] = compare_bits(path)
     print(json.dumps(report) if as_json else "\n".join(table(report)))
+    return int(deep and not all(report["same_bits"].values()))
+
+
+def compare_bits(path):
+    """Promise 1 on this machine: {KV format: whether every way to compute gave the same bits}.
+
+    150 random tokens are read in chunks of 64, 16, 3 and 1, then continued alone and among seven
+    others of other lengths.
+    """
+    rng, same = np.random.default_rng(3), {}
+    for kv_format in KV_FORMATS:
+        with Engine(path, kv=kv_format, max_rows=8, context=4096) as engine:
+            draw = lambda count: rng.integers(0, engine.cfg.n_tokens, count).tolist()
+            ids, logits = draw(150), []
+            for engine.prefill_chunk in (64, 16, 3, 1):
+                logits.append(engine.logits(ids).tobytes())
+            engine.prefill_chunk, answers = 64, []
+            for others in ([], [draw(20 * n + 5) for n in range(7)]):
+                request, *_ = [engine.submit(prompt, Sampling(seed=1), 16, True, salt=str(others))
+                               for prompt in (ids, *others)]
+                while engine.step():
+                    pass
+                answers.append((request.tokens, request.logprobs))
+            same[kv_format] = len(set(logits)) == 1 and answers[0] == answers[1]
+    return same
 
 
 def examine(path):
@@ -166,6 +194,9 @@ def table(report):
     yield row("kernels", report["cuda_problem"] or report["cubin"])
     for note in report["notes"]:
         yield row("note", note)
+    for kv_format, same in report.get("same_bits", {}).items():
+        yield row("bits", f"{kv_format} KV: " + ("the same, however a prompt is cut or batched"
+                                                 if same else "NOT THE SAME; please report this"))
     yield ""
     yield row("weights", f"{'':10}{'tensors':>9}{'size':>12}  {'on CUDA':17}on the CPU")
     for entry in report["formats"]:

@@ -375,6 +375,15 @@ def test_doctor_reports_every_family(family, capsys):
     assert max(map(len, lines.splitlines())) < 160
 
 
+def test_deep_doctor_finds_bits_that_depend_on_the_batch(capsys, monkeypatch):
+    assert tools.doctor(golden("llama3"), deep=True) == 0
+    assert capsys.readouterr().out.count("KV: the same") == 3
+    monkeypatch.setattr(tools.reference.Reference, "multiply", lambda self, x, weight, out:
+                        np.matmul(x, weight, out=out))
+    assert tools.doctor(golden("llama3"), as_json=True, deep=True) == 1
+    assert set(json.loads(capsys.readouterr().out)["same_bits"].values()) == {False}
+
+
 def test_doctor_counts_bytes(monkeypatch):
     card = dict(name="Card", arch=90, driver="13.0", total_bytes=24 << 30, free_bytes=1 << 30)
     monkeypatch.setattr(device, "probe", lambda: card)

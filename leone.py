@@ -20,7 +20,6 @@ if __name__ == "__main__":  # before the other imports, so that Ctrl-C stops tho
     import cli
     sys.exit(cli.main())
 
-import functools
 import operator
 import threading
 import time
@@ -124,6 +123,7 @@ class Engine:
             if value is not None:
                 check_integer(value, 1, most, name)
         self.gguf = model.GGUF(path)
+        self.model_hash = receipts.ModelHash(self.gguf.paths)
         self.tokenizer = Tokenizer(self.gguf.metadata)
         self.ops = open_backend(backend)
         try:
@@ -176,10 +176,12 @@ class Engine:
     def close(self):
         """Put idle sessions into the store and give the memory back. It is the last call."""
         if not self.closed:
-            self.drain()
             self.closed = True
-            self.sessions.close()
-            self.ops.close()
+            try:
+                self.drain()
+                self.sessions.close()
+            finally:
+                self.ops.close()
 
     def __enter__(self):
         return self
@@ -199,7 +201,7 @@ class Engine:
     def detokenize(self, ids):
         return self.tokenizer.decode(ids)
 
-    def chat_tokens(self, messages, known=(), **kwargs):
+    def chat_tokens(self, messages, /, known=(), **kwargs):
         """Token ids of a conversation in the model's own template. User text stays plain text.
 
         known: {text: ids} of earlier answers. Where a message is such a text, it becomes the ids
@@ -350,6 +352,10 @@ class Engine:
         missing = self.pages_for(request.prompt, request.max_tokens) - len(request.pages)
         at, inside = divmod(request.cached_tokens, PAGE)
         shared = bool(inside) and self.pool.holders[request.pages[at]] > 1
+        if shared and not self.make_room(missing + 1):  # no room for a copy: compute it again
+            self.pool.give([request.pages.pop()])
+            request.cached_tokens = request.read = at * PAGE
+            missing, shared = missing + 1, False
         if not self.make_room(missing + shared):
             return False
         request.pages += self.pool.take(missing)
@@ -605,13 +611,6 @@ class Engine:
             "sessions_stored": self.sessions.stored, "bytes": dict(self.ops.allocated),
             **{name: self.counts[name] for name in (
                 "rows", "steps_of_16_rows", "prompt_tokens", "cached_tokens", "generated_tokens")}}
-
-    @functools.cached_property
-    def model_hash(self):
-        """receipts.ModelHash of the file: worked out in the background once it is asked for."""
-        thread = receipts.ModelHash(self.gguf.paths)
-        thread.start()
-        return thread
 
 
 def most_likely(logits, count, token, logprob):

@@ -131,26 +131,46 @@ def sha256(data):
 
 
 class ModelHash(threading.Thread):
-    """SHA-256 of a model's files, all parts in order, computed beside everything else."""
+    """SHA-256 of a model's files, all parts in order, computed beside everything else: of those
+    that were there when this was made, as the model that was loaded then is what is used."""
 
     def __init__(self, paths):
         super().__init__(name="model hash", daemon=True)
-        self.paths, self.sha256 = paths, None
+        self.paths, self.identity, self.sha256 = paths, identify(paths), None
+        self.lock = threading.Lock()  # of starting
+
+    def begin(self):
+        """Start, unless it was started. Any thread may call it."""
+        with self.lock:
+            if self.ident is None:
+                self.start()
 
     def run(self):
-        with contextlib.suppress(OSError):  # result() tries again and raises it
-            self.sha256 = hash_model(self.paths)
+        with contextlib.suppress(OSError):  # result() says that there is none
+            sha256 = hash_model(self.paths)
+            if identify(self.paths) == self.identity:
+                self.sha256 = sha256
 
     def result(self):
-        """The hash in hex; waits for it. Raises OSError if a file cannot be read."""
+        """The hash in hex; waits for it. Raises RequestError if there are other files by now."""
+        self.begin()
         self.join()
-        return self.sha256 or hash_model(self.paths)
+        if self.sha256 is None:
+            raise RequestError("the model file has changed or gone since it was loaded, so nothing "
+                               "can be said of it; restart with the file in place", status=503,
+                               code="model_changed")
+        return self.sha256
+
+
+def identify(paths):
+    """What changes when the files do. Raises OSError."""
+    infos = [os.stat(path) for path in paths]
+    return " ".join(f"{i.st_dev}:{i.st_ino}:{i.st_size}:{i.st_mtime_ns}" for i in infos)
 
 
 def hash_model(paths):
     """The hash in hex. The user's cache folder keeps it as long as the files do not change."""
-    infos = [os.stat(path) for path in paths]
-    identity = " ".join(f"{i.st_dev}:{i.st_ino}:{i.st_size}:{i.st_mtime_ns}" for i in infos)
+    identity = identify(paths)
     folder = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     cache, known = Path(folder, "leone", "models.json"), {}
     with contextlib.suppress(OSError, ValueError, TypeError):  # absent or damaged: empty
@@ -182,7 +202,9 @@ def read(path):
         record = json.loads(Path(path).read_bytes(), object_pairs_hook=unique)
         record = {"receipt": record} if "hmac" in record else record
         found = [record.get(name) for name in ("receipt", "prompt_token_ids", "token_ids")]
-        signature(b"", dict(found[0]))
+        if not isinstance(found[0], dict):
+            raise TypeError
+        signature(b"", found[0])
         for ids in found[1:]:
             hash_tokens([] if ids is None else ids[:])  # dicts have no slices
         return found
@@ -215,7 +237,9 @@ def main(argv=None):
     except RequestError as error:
         print(f"not valid: {error}")
         return 1
-    covered = "with these token ids" if prompt and output else "the file holds no token ids"
+    absent = [what for what, ids in (("prompt", prompt), ("output", output)) if ids is None]
+    covered = (f"the file holds no {' and no '.join(absent)} token ids" if absent
+               else "with these token ids")
     print(f"valid: {receipt['id']}, {receipt['completion_tokens']} tokens, {covered}")
     return 0
 

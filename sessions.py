@@ -19,17 +19,19 @@ A file of the store, NAME.kv, integers little-endian:
 It is written under another name, synced, renamed and its folder synced: a file is whole or not
 there. Every byte is under a hash, and a file that is damaged or of another model is an error.
 """
+import contextlib
 import hashlib
 import json
 import os
 import re
+import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
-from errors import LeoneError, RequestError
+from errors import RequestError
 from kv import PAGE
 
 MAGIC, VERSION = b"LEONE KV", 1
@@ -66,6 +68,7 @@ class Sessions:
         self.engine, self.folder, self.known = engine, folder and Path(folder), {}
         if not self.folder:
             return
+        engine.model_hash.begin()  # the first file to be written or read needs it
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             for path in self.folder.glob(".*.kv.part"):  # of a write that was cut short
@@ -92,7 +95,13 @@ class Sessions:
         session = self.known[name]
         if session.filed is not None and not session.tokens:
             header, at = self.read_header(session)
-            if not self.engine.make_room(-(-len(header["tokens"]) // PAGE)):
+            count = -(-len(header["tokens"]) // PAGE)
+            if count > self.engine.pool.n_pages:
+                raise RequestError(
+                    f"session {name} needs {count} pages of KV cache, and there are "
+                    f"{self.engine.pool.n_pages}; delete it, or start with a larger --ctx",
+                    status=409, code="session_too_large", param="session")
+            if not self.engine.make_room(count):
                 return None
             self.restore(session, header, at)
         return session
@@ -100,7 +109,7 @@ class Sessions:
     def keep(self, request, tokens, pages):
         """Give the session of an ended request what it computed."""
         session = self.known[request.session]
-        session.request, session.used = None, time.time()
+        session.used = time.time()
         if request.pages is not None and not request.error:  # else it is what it was, or its file
             session.tokens, session.pages, session.root = tokens, pages, request.root
             session.changed = True
@@ -109,26 +118,35 @@ class Sessions:
             if text and tokenizer.decode(ids) == text:  # else a stop string cut it
                 said = dict.fromkeys((text, text.strip()), ids)  # some templates strip it
                 self.answers(session.name).update(said)
+        session.request = None
+        self.forget_if_empty(session)
 
     def park(self):
-        """Free the pages of the idle session that was used least recently. False if there is none.
-        """
-        idle = [s for s in self.known.values() if s.pages and s.request is None]
+        """Free the pages of the session that was used least recently; those whose next turn waits
+        come last. False if none holds pages (a turn that runs has taken them)."""
+        idle = [s for s in list(self.known.values()) if s.pages]
         if not idle:
             return False
-        session = min(idle, key=lambda s: s.used)
-        if self.folder:
-            try:
-                self.hibernate(session.name)
-                return True
-            except LeoneError:  # a full disk must not stop those who wait for memory
-                session.filed = None
+        session = min(idle, key=lambda s: (s.request is not None, s.used))
+        with contextlib.suppress(RequestError):  # a full disk must not stop those who wait
+            self.store(session)
         self.engine.pool.give(session.take()[1])
+        self.forget_if_empty(session)
         return True
+
+    def store(self, session):
+        """Write a session to its file, where there is a store and news. Raises RequestError."""
+        if self.folder and session.tokens and session.changed:
+            self.write(session)
+
+    def forget_if_empty(self, session):
+        with self.engine.lock:
+            if not session.pages and session.filed is None and session.request is None:
+                self.known.pop(session.name, None)
 
     @property
     def resident(self):
-        """How many idle sessions hold pages."""
+        """How many sessions hold pages between their turns."""
         return sum(bool(s.pages) for s in list(self.known.values()))
 
     @property
@@ -136,10 +154,12 @@ class Sessions:
         return sum(s.filed is not None for s in list(self.known.values()))
 
     def close(self):
-        """Hibernate every idle session, where there is a store."""
-        for session in list(self.known.values()):
-            if self.folder and session.pages and session.request is None:
-                self.hibernate(session.name)
+        """Store every session that is in memory; what cannot be stored is said on stderr."""
+        for session in self.known.values():
+            try:
+                self.store(session)
+            except RequestError as error:
+                print(f"leone: {error}", file=sys.stderr)
 
     def answers(self, name):
         """{text: ids} of the answers that were sampled in a session, to which a caller may add.
@@ -160,50 +180,62 @@ class Sessions:
         """One dict per session: name, state, tokens, pages, last_used (seconds since 1970)."""
         with self.engine.lock:
             known = list(self.known.values())
-        states = (("active", "resident", "stored", "empty")[
-            0 if s.request else 1 if s.pages else 2 if s.filed is not None else 3] for s in known)
-        return [{"name": s.name, "state": state, "tokens": len(s.tokens) or s.filed or 0,
-                 "pages": len(s.pages), "last_used": s.used} for s, state in zip(known, states)]
+        return [{"name": s.name, "tokens": len(s.tokens) or s.filed or 0, "pages": len(s.pages),
+                 "state": "active" if s.request else "resident" if s.pages else "stored",
+                 "last_used": s.used} for s in known]
 
-    def find(self, name):
-        """The idle session of this name. Raises RequestError."""
+    @contextlib.contextmanager
+    def changing(self, name):
+        """The idle session of this name; no request can claim it meanwhile. Raises RequestError."""
         check_name(name)
-        session = self.known.get(name)
-        if session is None:
-            raise RequestError(f'there is no session "{name}"; GET /v1/sessions lists them',
-                               status=404, code="session_not_found", param="session")
-        if session.request is not None:
-            raise busy(name)
-        return session
+        with self.engine.lock:
+            session = self.known.get(name)
+            if session is None:
+                raise RequestError(f'there is no session "{name}"; GET /v1/sessions lists them',
+                                   status=404, code="session_not_found", param="session")
+            if session.request is not None:
+                raise busy(name)
+            session.request = self
+        try:
+            yield session
+        finally:
+            session.request = None
 
     def fork(self, name, new_name):
         """A second session that begins as the first one is now; both share its pages."""
-        source = self.find(name)
         check_name(new_name)
-        if new_name in self.known:
-            raise RequestError(f'there is a session "{new_name}" already; delete it first or '
-                               "choose another name", status=409, code="session_exists")
-        if self.open(name) is None:
-            raise self.engine.overloaded(-(-source.filed // PAGE))
-        self.engine.pool.share(source.pages)
-        self.known[new_name] = Session(new_name, source.tokens, list(source.pages), source.root,
-                                       dict(self.answers(name)))
+        with self.changing(name) as source:
+            if self.open(name) is None:
+                raise self.engine.overloaded(-(-source.filed // PAGE))
+            copy = Session(new_name, source.tokens, list(source.pages), source.root,
+                           dict(self.answers(name)))
+            with self.engine.lock:
+                if new_name in self.known:
+                    raise RequestError(f'there is a session "{new_name}" already; delete it first '
+                                       "or choose another name", status=409, code="session_exists")
+                self.known[new_name] = copy
+            self.engine.pool.share(copy.pages)
 
     def delete(self, name):
-        session = self.find(name)
-        self.engine.pool.give(session.take()[1])
-        if session.filed is not None:
-            self.path(session).unlink(missing_ok=True)
-        del self.known[name]
+        with self.changing(name) as session:
+            try:
+                if self.folder:
+                    self.path(session).unlink(missing_ok=True)
+            except OSError as error:
+                raise RequestError(f"the file of session {name} cannot be deleted: "
+                                   f"{error.strerror}; delete it by hand", 507,
+                                   "session_store") from None
+            with self.engine.lock:
+                del self.known[name]
+            self.engine.pool.give(session.take()[1])
 
     def hibernate(self, name):
         """Write an idle session to the store and free its pages. Raises RequestError."""
-        session = self.find(name)
-        if self.folder is None:
-            raise RequestError("this server has no session store; start it with --session-store")
-        if session.tokens and session.changed:
-            self.write(session)
-        self.engine.pool.give(session.take()[1])
+        with self.changing(name) as session:
+            if self.folder is None:
+                raise RequestError("there is no session store; start with --session-store")
+            self.store(session)
+            self.engine.pool.give(session.take()[1])
 
     # ---- files -------------------------------------------------------------------------------
 
@@ -243,9 +275,10 @@ class Sessions:
             finally:
                 os.close(folder)
         except OSError as error:
-            part.unlink(missing_ok=True)
-            raise RequestError(f"session {session.name} cannot be stored: {error.strerror}; make "
-                               "room in the session store", status=507) from None
+            with contextlib.suppress(OSError):
+                part.unlink()
+            raise RequestError(f"session {session.name} cannot be stored: {error.strerror}; mend "
+                               "the session store", 507, "session_store") from None
         session.filed, session.changed = len(session.tokens), False
 
     def read_header(self, session):
@@ -259,14 +292,12 @@ class Sessions:
                 head += file.read(length)
                 if hashlib.sha256(head).digest() != file.read(32):
                     raise ValueError
-                header = json.loads(head[16:])
+                header = json.loads(head[16:]) if version == VERSION else {"key": {}, "blobs": []}
                 size = 48 + length + sum(blob["bytes"] for blob in header["blobs"])
-                if size != os.fstat(file.fileno()).st_size:
+                if version == VERSION and size != os.fstat(file.fileno()).st_size:
                     raise ValueError
-        except (OSError, ValueError):
+        except (OSError, ValueError, LookupError, TypeError):
             raise damaged(session.name) from None
-        if version != VERSION:
-            header["key"] = {}
         for name, value in self.key().items():
             if header["key"].get(name) != value:
                 raise RequestError(

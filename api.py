@@ -70,8 +70,8 @@ REFUSED = {
     "response_format": {"type": "text"}, "functions": [], "function_call": "none", "audio": None,
     "modalities": ["text"], "web_search_options": None, "echo": False, "suffix": "", "best_of": 1,
     "grammar": "", "guided_json": None, "structured_outputs": None}
-TEMPLATE_NAMES = {"messages", "tools", "template", "known", "add_generation_prompt", "bos_token",
-                  "eos_token"}  # not for chat_template_kwargs
+TEMPLATE_NAMES = {"messages", "tools", "template", "known", "self", "add_generation_prompt",
+                  "bos_token", "eos_token"}  # not for chat_template_kwargs
 
 
 def unsupported(param, message):
@@ -92,10 +92,13 @@ class Order:
         self.receipt = get("receipt", bool, False)
         if self.receipt and not server.receipt_key:
             raise unsupported("receipt", "this server signs none; start it with --receipt-key FILE")
-        self.n, most = get("n", int, 1), 1 if self.session or self.receipt else MOST_CHOICES
+        room = server.engine.queue_limit + server.engine.max_sessions
+        most = 1 if self.session or self.receipt else min(MOST_CHOICES, room)
+        self.n = get("n", int, 1)
         if not 1 <= self.n <= most:
-            raise RequestError(f"n must be 1 to {MOST_CHOICES}, and 1 where a session or a receipt "
-                               "is asked for", param="n")
+            raise RequestError(f"n must be 1 to {most} here; with a session or a receipt it is 1, "
+                               f"otherwise up to {MOST_CHOICES} and what --queue and --sessions "
+                               "hold together", param="n")
         self.max_tokens = get("max_completion_tokens", int, get("max_tokens", int))
         self.ignore_eos = get("ignore_eos", bool, False)
         self.stream = get("stream", bool, False)
@@ -135,7 +138,12 @@ class Order:
 
     def read_prompt(self, server):
         prompt, special = self.body.get("prompt"), self.get("special", bool, False)
-        return server.engine.tokenize(prompt, special) if isinstance(prompt, str) else prompt
+        if isinstance(prompt, str):
+            check_size([prompt], "prompt", server)
+            return server.engine.tokenize(prompt, special)
+        if isinstance(prompt, list) and bool in map(type, prompt):  # to Python, True is 1
+            raise RequestError("the prompt must be text or token ids", param="prompt")
+        return prompt
 
     def read_chat(self, server):
         self.tools, names = self.read_tools(), self.get("chat_template_kwargs", dict, {})
@@ -145,9 +153,10 @@ class Order:
                                param="chat_template_kwargs")
         if effort := self.get("reasoning_effort", str):
             names = {"reasoning_effort": effort, **names}
+        messages = chat.prepare_messages(self.body.get("messages"), self.style)
+        check_size([message["content"] or "" for message in messages], "messages", server)
         ids = server.engine.chat_tokens(
-            chat.prepare_messages(self.body.get("messages"), self.style), tools=self.tools,
-            known=server.engine.sessions.answers(self.session), **names)
+            messages, tools=self.tools, known=server.engine.sessions.answers(self.session), **names)
         end = server.engine.tokenizer.decode(ids[-64:], special=True)
         self.in_reasoning = chat.starts_in_reasoning(end)
         return ids
@@ -170,6 +179,14 @@ class Order:
         return tools if tools and choice != "none" else None
 
 
+def check_size(texts, param, server):
+    """RequestError for texts that fit into no context, before time is spent on their tokens."""
+    size = sum(len(text.encode()) for text in texts)
+    if size > server.most_text:
+        raise RequestError(f"{size} bytes of text exceed the context of {server.engine.cfg.n_ctx} "
+                           "tokens; shorten them", code="context_length_exceeded", param=param)
+
+
 # ---- how an answer is put --------------------------------------------------------------------
 
 
@@ -178,7 +195,7 @@ class Choice:
 
     def __init__(self, order, request, index, server):
         self.order, self.request, self.index = order, request, index
-        self.tokenizer, self.shown = server.engine.tokenizer, server.shown
+        self.engine, self.shown = server.engine, server.shown
         self.parser = chat.Parser(order.style, order.tools, order.in_reasoning)
         self.deltas, self.entries = [], []  # all that was taken so far: text, logprobs
         self.finish = None  # the API's finish_reason, once all is taken
@@ -222,16 +239,20 @@ class Choice:
         self.unsure.append((self.sampled_bytes, {
             **self.entry(event.token, event.logprob),
             "top_logprobs": [self.entry(*pair) for pair in top]}))
-        shown = event.token in self.shown
-        self.sampled_bytes += len(self.tokenizer.token_bytes(event.token, special=shown))
+        self.sampled_bytes += len(self.bytes_of(event.token, event.token in self.shown))
         self.sure_bytes += len(event.text.encode())
         entries = []
         while self.unsure and self.unsure[0][0] < self.sure_bytes:
             entries.append(self.unsure.popleft()[1])
         return entries
 
+    def bytes_of(self, token, special=True):
+        """Bytes of a token; none for an id that only pads the table of the model."""
+        unknown = token >= self.engine.cfg.n_tokens
+        return b"" if unknown else self.engine.tokenizer.token_bytes(token, special)
+
     def entry(self, token, logprob):
-        data = self.tokenizer.token_bytes(token, special=True)  # it may cut a character
+        data = self.bytes_of(token)  # it may cut a character
         return {"token": data.decode(errors="backslashreplace"), "logprob": max(logprob, -9999.0),
                 "bytes": list(data)}
 

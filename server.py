@@ -102,19 +102,21 @@ class Answer:
                 "prompt_tokens_details": {"cached_tokens": requests[0].cached_tokens}}
 
     def times(self):
-        """Seconds to the first token, and from one to the next on average, of the first choice."""
+        """Seconds to the first token, and from one to the next on average (None where there is no
+        next one), of the first choice."""
         request, now = self.choices[0].request, time.perf_counter()
         first, last = request.first_token or now, request.finished or now
-        return first - request.submitted, (last - first) / max(1, len(request.tokens) - 1)
+        gaps = len(request.tokens) - 1
+        return first - request.submitted, (last - first) / gaps if gaps > 0 else None
 
     def summary(self):
         """The end of its line in the log."""
         usage, (first, gap) = self.usage(), self.times()
         finish = self.gone or ",".join(sorted({c.finish or "error" for c in self.choices}))
+        rate = f"{self.order.n / gap:.1f} tok/s " if gap else ""
         return (f"prompt {usage['prompt_tokens']} "
                 f"cached {usage['prompt_tokens_details']['cached_tokens']} ttft {first:.3f} s "
-                f"tokens {usage['completion_tokens']} {self.order.n / gap if gap else 0:.1f} tok/s "
-                f"{finish}")
+                f"tokens {usage['completion_tokens']} {rate}{finish}")
 
 
 # ---- the writer ------------------------------------------------------------------------------
@@ -322,7 +324,10 @@ class Server(socketserver.ThreadingTCPServer):
             self.style = chat.style_of(self.template)
             self.shown = frozenset(id for id, token in enumerate(engine.tokenizer.tokens)
                                    if token.decode(errors="replace") in chat.MARKERS)
+            self.most_text = engine.cfg.n_ctx * max(map(len, engine.tokenizer.tokens))  # bytes
             self.fingerprint = f"leone-{VERSION}-{engine.ops.name}-{engine.kv.format}"
+            if self.receipt_key:
+                engine.model_hash.begin()  # before the first receipt waits for it
             engine.on_event, self.engine = self.writer.notify, engine
             self.loaded.set()
             write_log(f"{self.model_name} is ready: {self.fingerprint}")
@@ -426,6 +431,10 @@ CSP = ("default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline
        "frame-ancestors 'none'")
 
 
+HEAD_CODES = {414: "path_too_long", 431: "headers_too_large", 501: "method_unknown",
+              505: "http_version"}
+
+
 class Handler(BaseHTTPRequestHandler):
     """One connection and its requests, one after another."""
     protocol_version = request_version = default_request_version = "HTTP/1.1"
@@ -439,7 +448,8 @@ class Handler(BaseHTTPRequestHandler):
     def send_error(self, status, message=None, explain=None):
         """What the standard library finds wrong with the head of a request."""
         self.close_connection, self.command, self.route, self.stream = True, "?", "other", None
-        self.send_problem(RequestError(message or self.responses[status][0], status=int(status)))
+        self.send_problem(RequestError(message or self.responses[status][0], int(status),
+                                       HEAD_CODES.get(status, "malformed_request")))
 
     def respond(self):
         try:
@@ -474,11 +484,12 @@ class Handler(BaseHTTPRequestHandler):
                                "--cors ORIGIN", 403, "origin_not_allowed")
 
     def dispatch(self):
-        server, path = self.server, unquote(self.path.partition("?")[0])
+        target = re.sub("(?i)^https?://[^/?]*", "", self.path) or "/"  # the absolute form
+        server, path = self.server, unquote(target.partition("?")[0])
         matches = ((route, re.fullmatch(route.replace("*", "([^/]+)"), path)) for route in ROUTES)
         self.route, match = next((pair for pair in matches if pair[1]), ("other", None))
         if not match:
-            raise RequestError("there is no such path; see README.md", 404, "not_found")
+            raise RequestError("there is no such path; SERVING.md lists them", 404, "not_found")
         methods = ROUTES[self.route]
         if self.command == "OPTIONS" and server.cors:
             return self.send(200, b"")
@@ -591,8 +602,8 @@ class Handler(BaseHTTPRequestHandler):
         while order.session and answer.choices[0].request.slot >= 0 and not server.ended.is_set():
             time.sleep(1e-3)  # a step under way may still use its memory; then its turn is over
         for name, seconds in zip(("time_to_first_token", "inter_token"), answer.times()):
-            server.count(f"{name}_seconds_sum", seconds)
-            server.count(f"{name}_seconds_count")
+            server.count(f"{name}_seconds_sum", seconds or 0.0)
+            server.count(f"{name}_seconds_count", int(seconds is not None))
         receipt = self.receipt(answer) if order.receipt else {}
         if order.stream:
             usage = [answer.event(usage=answer.usage())] if order.include_usage else []

@@ -114,7 +114,8 @@ class Sessions:
             session.tokens, session.pages, session.root = tokens, pages, request.root
             session.changed = True
             tokenizer, text = self.engine.tokenizer, request.text
-            ids = [id for id in request.tokens if id not in tokenizer.eos_ids]
+            ids = [id for id in request.tokens
+                   if id not in tokenizer.eos_ids and id < self.engine.cfg.n_tokens]
             if text and tokenizer.decode(ids) == text:  # else a stop string cut it
                 said = dict.fromkeys((text, text.strip()), ids)  # some templates strip it
                 self.answers(session.name).update(said)

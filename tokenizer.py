@@ -180,27 +180,37 @@ def merge(symbols, joins):
     joined symbol equals one of its parts. Takes O(n log n): a join looks at its two new neighbours.
     """
     symbols = list(symbols)
-    before, after = list(range(-1, len(symbols) - 1)), list(range(1, len(symbols) + 1))
-    heap = []
+    n = len(symbols)
+    before, after = list(range(-1, n - 1)), list(range(1, n + 1))
+    places, ranks = {}, []      # rank -> heap of where its pairs begin (or began); heap of ranks
 
-    def consider(i, j):
-        pair = symbols[i], symbols[j]
-        if found := joins(pair):
-            heapq.heappush(heap, (found[0], i, j, pair, found[1]))
+    def join_at(i):
+        if i >= 0 and symbols[i] is not None and after[i] < n:
+            return joins((symbols[i], symbols[after[i]]))
 
-    for i in range(len(symbols) - 1):
-        consider(i, i + 1)
-    while heap:
-        _, i, j, pair, joined = heapq.heappop(heap)
-        if (symbols[i], symbols[j]) != pair:    # one of them has been joined meanwhile
+    def consider(i):
+        if found := join_at(i):
+            if found[0] not in places:
+                places[found[0]] = []
+                heapq.heappush(ranks, found[0])
+            heapq.heappush(places[found[0]], i)
+
+    for i in range(n):
+        consider(i)
+    while ranks:
+        if not places[ranks[0]]:
+            del places[heapq.heappop(ranks)]
             continue
-        symbols[i], symbols[j] = joined, None
+        found = join_at(i := heapq.heappop(places[ranks[0]]))
+        if not found or found[0] != ranks[0]:   # one of them has been joined meanwhile
+            continue
+        j = after[i]
+        symbols[i], symbols[j] = found[1], None
         after[i] = after[j]
-        if after[i] < len(symbols):
+        if after[i] < n:
             before[after[i]] = i
-            consider(i, after[i])
-        if before[i] >= 0:
-            consider(before[i], i)
+        consider(i)
+        consider(before[i])
     return [symbol for symbol in symbols if symbol is not None]
 
 
@@ -495,8 +505,9 @@ class Tokenizer:
         return Stream(self, special, after)
 
     def is_special(self, id):
-        """True for tokens that are found in a text as they are: control and added tokens."""
-        return self._types[id] in SPECIAL
+        """True for tokens that are found in a text as they are: control and added tokens. Ids that
+        only pad the table of the model are none."""
+        return id < self.n_vocab and self._types[id] in SPECIAL
 
 
 class Stream:

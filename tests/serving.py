@@ -23,7 +23,7 @@ TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}\n{% endfor %}
 
 class Characters:
     """A tokenizer in which every character is a token, and its code point the id."""
-    tokens, eos_ids, add_bos = [b"\0"], frozenset([3]), False
+    tokens, eos_ids, add_bos = [bytes(4)], frozenset([3]), False  # the longest takes 4 bytes
 
     def token_bytes(self, id, special=False):
         return b"" if id == 3 and not special else chr(id).encode("utf-8", "replace")
@@ -55,10 +55,11 @@ class InstantEngine:
         self.waiting, self.active, self.lock = deque(), [], threading.Lock()
         self.on_event, self.counts = lambda request: None, Counter()
         self.tokenizer = Characters()
-        self.cfg = SimpleNamespace(n_ctx=context, n_vocab=1 << 20)
+        self.cfg = SimpleNamespace(n_ctx=context, n_vocab=1 << 20, n_tokens=0x110000)
         self.gguf = SimpleNamespace(metadata={"tokenizer.chat_template": template})
         self.ops, self.kv = SimpleNamespace(name="cpu"), SimpleNamespace(format="f32")
-        self.sessions, self.model_hash = NoSessions(), SimpleNamespace(result=lambda: "0" * 64)
+        self.sessions, self.queue_limit, self.max_sessions = NoSessions(), queue, rows
+        self.model_hash = SimpleNamespace(begin=lambda: None, result=lambda: "0" * 64)
         self.before_step = lambda: None
         self.closed, self.steps = False, 0
 

@@ -173,9 +173,7 @@ def test_key_files_that_are_refused(tmp_path):
 
 
 def hash_of(*paths):
-    thread = receipts.ModelHash(paths)
-    thread.start()
-    return thread.result()
+    return receipts.ModelHash(paths).result()
 
 
 def test_model_hash(tmp_path, monkeypatch):
@@ -199,6 +197,31 @@ def test_model_hash(tmp_path, monkeypatch):
     assert len(hash_of(*parts)) == 64
     with pytest.raises(FileNotFoundError):
         hash_of(tmp_path / "absent")
+
+
+def test_model_hash_is_of_the_files_that_were_loaded(tmp_path):
+    """It begins once, whoever asks first; files that are others by then have none."""
+    path = tmp_path / "model"
+    path.write_bytes(b"a" * 1000)
+    thread, results = receipts.ModelHash([path]), []
+    askers = [threading.Thread(target=lambda: results.append(thread.result())) for _ in range(8)]
+    for asker in askers:
+        asker.start()
+    thread.begin()
+    for asker in askers:
+        asker.join()
+    assert results == [hashlib.sha256(b"a" * 1000).hexdigest()] * 8
+
+    def replace():
+        (tmp_path / "new").write_bytes(b"b" * 1000)
+        os.replace(tmp_path / "new", path)
+    for change in replace, path.unlink:
+        thread = receipts.ModelHash([path])
+        change()
+        thread.begin()
+        with pytest.raises(RequestError, match="restart") as caught:
+            thread.result()
+        assert (caught.value.status, caught.value.code) == (503, "model_changed")
 
 
 # ---- the command -----------------------------------------------------------------------------
@@ -226,7 +249,11 @@ def test_verify_command(sampled, tmp_path):
     code, line = verify(sampled, tmp_path)
     assert code == 0 and line.startswith("valid: chatcmpl-1, ") and "these token ids" in line
     code, line = verify(receipt, tmp_path)
-    assert code == 0 and "no token ids" in line
+    assert code == 0 and line.endswith("the file holds no prompt and no output token ids")
+    for absent, kind in ("prompt_token_ids", "prompt"), ("token_ids", "output"):
+        part = {name: value for name, value in sampled.items() if name != absent}
+        code, line = verify(part, tmp_path)
+        assert code == 0 and line.endswith(f"the file holds no {kind} token ids")
     assert verify({**sampled, "choices": [{"text": "x"}]}, tmp_path)[0] == 0
     assert verify(sampled, tmp_path, KEY[::-1])[0] == 1
     assert verify({**receipt, "created": 1}, tmp_path)[0] == 1
@@ -242,8 +269,9 @@ def test_verify_command(sampled, tmp_path):
 
 
 BROKEN = [b"", b"{", b"[]", b"null", b'"hmac"', b'{"receipt": 1}', b'{"receipt": {"a": NaN}}',
-          b"\xff", b'{"hmac": 1e999}', b'{"hmac": "a", "hmac": "b"}', b"[" * 100000, b"9" * 5000,
-          b'{"receipt": {}, "token_ids": 5}', b'{"receipt": {}, "token_ids": [1.5]}',
+          b'{"receipt": [["a", 1]]}', b"\xff", b'{"hmac": 1e999}', b'{"hmac": "a", "hmac": "b"}',
+          b"[" * 100000, b"9" * 5000, b'{"receipt": {}, "token_ids": 5}',
+          b'{"receipt": {}, "token_ids": [1.5]}',
           b'{"receipt": {}, "token_ids": ["1"]}', b'{"receipt": {}, "token_ids": [4294967296]}']
 
 

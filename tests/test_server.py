@@ -1,4 +1,5 @@
 """The server over real HTTP: the official client, raw sockets, many of them, and bad ones."""
+import dataclasses
 import gc
 import http.client
 import itertools
@@ -25,6 +26,7 @@ from errors import DeviceError, Overloaded, RequestError
 from models import engine as open_model, greedy, quantised, smol, smol_json
 from serving import (InstantEngine, call, chat, events_of, eventually, open_stream, read_all, send,
                      serve)
+from tokenizer import Tokenizer
 
 ROOT = Path(serving.__file__).resolve().parent
 LONG = bool(os.environ.get("LEONE_TEST_LONG"))
@@ -382,6 +384,47 @@ def test_n_is_submitted_as_a_whole():
         assert chat(server, n=3)[0] == 200
 
 
+def test_n_that_never_fits_is_400():
+    """What is full now is worth another try; this is not."""
+    with serve(InstantEngine(queue=3, rows=2)) as server:
+        assert chat(server, n=5)[0] == 429  # this engine takes all into the queue
+        status, body = chat(server, n=6)
+        assert status == 400 and body["error"]["param"] == "n", body
+
+
+def test_texts_that_fit_into_no_context_cost_no_time(tiny, monkeypatch):
+    """Tokenising megabytes takes seconds, so it must not be tried."""
+    monkeypatch.setattr(tiny.engine.tokenizer, "encode_parts", None)
+    text = " " * (tiny.engine.cfg.n_ctx * max(map(len, tiny.engine.tokenizer.tokens)) + 1)
+    half = {"role": "user", "content": text[len(text) // 2:]}
+    for path, name, value in (("completions", "prompt", text),
+                              ("chat/completions", "messages", [half, half])):
+        status, _, body = call(tiny, "POST", f"/v1/{path}", {name: value, "max_tokens": 1})
+        error = body["error"]
+        assert (status, error["code"], error["param"]) == (400, "context_length_exceeded", name)
+
+
+def test_ids_that_only_pad_the_table_of_the_model():
+    """A bias may bring them about, and a prompt may end in one: they have no text."""
+    with open_model(quantised("llama3"), "cpu") as e:
+        last = e.cfg.n_vocab - 1
+        metadata = dict(e.gguf.metadata)
+        for name in "tokens", "token_type", "scores":
+            if (key := f"tokenizer.ggml.{name}") in metadata:
+                metadata[key] = list(metadata[key])[:last]
+        e.tokenizer = Tokenizer(metadata)
+        e.cfg = dataclasses.replace(e.cfg, n_tokens=last)
+        with serve(e) as server:
+            status, body = chat(server, max_tokens=2, temperature=0, logprobs=True, top_logprobs=5,
+                                logit_bias={str(last): 100})
+            assert status == 200, body
+            entries = body["choices"][0]["logprobs"]["content"]
+            assert [(entry["token"], entry["bytes"]) for entry in entries] == [("", [])] * 2
+            status, _, body = call(server, "POST", "/v1/completions", {
+                "prompt": [last], "max_tokens": 2, "logprobs": 3, "logit_bias": {str(last): 100}})
+            assert status == 200, body
+
+
 REFUSED = [
     ("response_format", {"type": "json_object"}), ("response_format", {"type": "json_schema"}),
     ("functions", [{}]), ("function_call", "auto"), ("audio", {}), ("modalities", ["audio"]),
@@ -402,6 +445,7 @@ BAD = [
     ("tools", [{"type": "web_search"}]), ("tools", TOOLS[:1] * 129), ("tool_choice", 5),
     ("stream_options", 5), ("session", 5), ("session", "../x"), ("cache_salt", 5),
     ("chat_template_kwargs", []), ("chat_template_kwargs", {"messages": []}),
+    ("chat_template_kwargs", {"self": 1}), ("chat_template_kwargs", {"template": 1}),
     ("reasoning_effort", 5), ("ignore_eos", 1), ("parallel_tool_calls", "no"), ("receipt", "yes"),
     ("messages", []), ("messages", None), ("messages", "hi"), ("messages", [5]),
     ("messages", [{"role": "robot", "content": "x"}]), ("messages", [{"role": "user"}]),
@@ -423,8 +467,9 @@ def test_bad_fields_are_400(tiny, name, value):
                              or name == "tool_choice" else "invalid_request")
 
 
-@pytest.mark.parametrize("value", [None, [], [""], {}, 5, True, [1.5], [-1], [512], [[1]], ["x"],
-                                   [10**30], "x" * 100_000], ids=lambda value: str(value)[:20])
+@pytest.mark.parametrize("value", [
+    None, [], [""], {}, 5, True, [True], [5, False], [1.5], [-1], [512], [[1]], ["x"], [10**30],
+    "x" * 100_000], ids=lambda value: str(value)[:20])
 def test_bad_prompts_are_400(tiny, value):
     status, _, body = call(tiny, "POST", "/v1/completions", {"prompt": value, "max_tokens": 1})
     assert status == 400 and body["error"]["message"]
@@ -520,8 +565,12 @@ BAD_HEADS = [
 def test_bad_heads(instant, data, status):
     answer = raw(instant, data, seconds=3)
     assert answer.startswith(b"HTTP/1.1 %d " % status), answer[:200]
-    body = answer.partition(b"\r\n\r\n")[2].partition(b"HTTP/1.1")[0]
-    assert json.loads(body)["error"]["message"]
+    error = json.loads(answer.partition(b"\r\n\r\n")[2].partition(b"HTTP/1.1")[0])["error"]
+    assert error["message"]
+    codes = {414: "path_too_long", 431: "headers_too_large", 501: "method_unknown",
+             505: "http_version"}
+    assert error["code"] == codes.get(status, error["code"])
+    assert status < 500 or error["type"] == "server_error"
     assert call(instant, "GET", "/health")[0] == 200
 
 
@@ -537,6 +586,29 @@ def test_methods_and_paths(instant):
         assert status != 405 or headers["Allow"] in ("GET", "POST")
     status, headers, body = call(instant, "HEAD", "/v1/models")
     assert status == 200 and int(headers["Content-Length"]) > 50 and not body
+
+
+def test_the_absolute_form_of_a_path(instant):
+    """As proxies write it. The Host header decides as ever who may ask."""
+    head = b" HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+    for path in b"http://localhost/health", b"HTTP://127.0.0.1:80/health?x", b"http://localhost":
+        assert raw(instant, b"GET " + path + head).startswith(b"HTTP/1.1 200 "), path
+    data = b"GET http://localhost/health" + head.replace(b"localhost", b"evil.example")
+    assert raw(instant, data).startswith(b"HTTP/1.1 403 ")
+    answer = raw(instant, b"GET http://localhost/nope" + head)
+    assert b" 404 " in answer and b"SERVING.md" in answer
+
+
+def test_the_log_has_no_rate_of_one_token(instant, monkeypatch, capsys):
+    monkeypatch.setattr(instant, "quiet", False)
+    gaps = "leone_inter_token_seconds_count"
+    before = samples(instant).get(gaps, 0)
+    assert chat(instant, max_tokens=1)[0] == 200
+    assert samples(instant).get(gaps, 0) == before
+    line = capsys.readouterr().err.splitlines()[0]
+    assert "tokens 1 length" in line and "tok/s" not in line
+    assert chat(instant, max_tokens=2)[0] == 200
+    assert "tok/s" in capsys.readouterr().err and samples(instant)[gaps] == before + 1
 
 
 def test_connections_are_kept_and_pipelined(instant):
@@ -938,6 +1010,14 @@ def test_a_conversation_of_ten_turns_computes_each_token_once(tmp_path):
         assert said == again and usage.prompt_tokens_details.cached_tokens == known
         # Of the other one, pages of talk's new turn are known, too.
         assert its_usage.prompt_tokens_details.cached_tokens >= known
+
+
+@pytest.mark.parametrize("key, begun", [(b"k" * 32, [1]), (None, [])])
+def test_the_model_is_hashed_before_the_first_receipt_waits(key, begun):
+    engine, calls = InstantEngine(), []
+    engine.model_hash.begin = lambda: calls.append(1)
+    with serve(engine, receipt_key=key):
+        assert calls == begun
 
 
 def test_receipts():

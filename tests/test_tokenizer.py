@@ -538,6 +538,24 @@ def test_ids_outside_the_vocabulary():
             load("llama3").decode([id])
 
 
+def test_merging_takes_the_lowest_rank_then_the_leftmost():
+    """Random tables: with equal ranks, and with joins that make a pair of a lower one possible."""
+    rng = random.Random(7)
+    for _ in range(2000):
+        words, table = list("abc"), {}
+        for _ in range(rng.randint(1, 20)):
+            left, right = rng.choices(words, k=2)
+            table.setdefault((left, right), (rng.randint(0, rng.choice([2, 40])), left + right))
+            words.append(left + right)
+        symbols = rng.choices("abc"[:rng.randint(1, 3)], k=rng.randint(0, 30))
+        expected = list(symbols)
+        while found := [(*table[pair][:1], i) for i, pair in enumerate(
+                zip(expected, expected[1:])) if pair in table]:
+            i = min(found)[1]
+            expected[i:i + 2] = [expected[i] + expected[i + 1]]
+        assert tk.merge(symbols, table.get) == expected
+
+
 # ---- speed ---------------------------------------------------------------------------------------
 
 def seconds(function, *args):
@@ -560,7 +578,7 @@ def test_100_kb_of_text(name):
 def test_a_long_word_is_not_quadratic(name):
     tokenizer = load(name).prepare()
     rng = random.Random(0)
-    for letters in ("abcdefghijklmnopqrstuvwxyz", "a", "e "):
+    for letters in ("abcdefghijklmnopqrstuvwxyz", "a", "e ", " "):
         text = "".join(rng.choices(letters, k=100_000))
         assert seconds(tokenizer.encode, text) < 2
         assert tokenizer.decode(tokenizer.encode(text)) == text

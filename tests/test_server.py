@@ -1211,7 +1211,9 @@ def test_signals_drain_and_stop(tmp_path):
     process = start("--session-store", str(tmp_path), "--batch-size", "2")
     try:
         assert chat(process, max_tokens=4, session="kept")[0] == 200
-        sock = open_stream(process, max_tokens=400, ignore_eos=True)
+        # More than sockets hold: it cannot end before it is read.
+        sock = open_stream(process, receive_buffer=4096, max_tokens=400, ignore_eos=True,
+                           logprobs=True, top_logprobs=20)
         data = sock.recv(4096)
         process.send_signal(signal.SIGTERM)
         refused = lambda: call(process, "POST", "/v1/chat/completions", {"messages": HI})[0] == 503

@@ -309,7 +309,8 @@ def test_keyboard_only(page, stub):
     """Ask, walk over the blocks, open the receipt and stop without a pointer."""
     stub.script[:] = [answer(WORDS)]
     press = page.keyboard.press
-    page.keyboard.type("two")  # the field has the focus from the start
+    page.wait_for_function("document.activeElement.id === 'prompt'")  # from the start, by itself
+    page.keyboard.type("two")
     press("Shift+Enter")
     page.keyboard.type("lines")
     press("Enter")

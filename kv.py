@@ -24,6 +24,7 @@ class Batch:
     rope_sets: np.ndarray  # int32 [rows], which of Config.rope_sets
     page_table: np.ndarray  # int32 [slots, pages of the longest sequence]
     tiles: np.ndarray  # int32 [n, 4]: first row, rows, slot, position of the first row
+    spans: np.ndarray  # int32 [n, 6]: the same of a whole sequence, then: pending, commits
     logit_rows: np.ndarray  # int32 [n], the rows whose logits are wanted
 
     @classmethod
@@ -31,11 +32,15 @@ class Batch:
         """Build from spans (slot, position, tokens, rope_set, wanted), one per sequence.
 
         `wanted` is how many of the span's last rows need logits. Rows of a span are cut into
-        tiles of at most `tile_tokens` rows.
+        tiles of at most `tile_tokens` rows. Two more numbers matter to recurrent state, which
+        cannot be cut back: how many tokens before the span are pending, that is not yet in the
+        state (default 0), and whether this span's own tokens enter it now (default 1) or stay
+        pending until a later step says which of them count.
         """
-        tokens, positions, slots, sets, tiles, logit_rows = [], [], [], [], [], []
-        for slot, position, ids, rope_set, wanted in spans:
+        tokens, positions, slots, sets, tiles, logit_rows, whole = [], [], [], [], [], [], []
+        for slot, position, ids, rope_set, wanted, *state in spans:
             row, n = len(tokens), len(ids)
+            whole.append((row, n, slot, position, *(state or (0, 1))))
             tiles += [(row + i, min(tile_tokens, n - i), slot, position + i)
                       for i in range(0, n, tile_tokens)]
             tokens += list(ids)
@@ -45,7 +50,7 @@ class Batch:
             logit_rows += range(row + n - wanted, row + n)
         arrays = [np.array(x, np.int32) for x in (tokens, positions, slots, sets)]
         return cls(*arrays, page_table, np.array(tiles, np.int32).reshape(-1, 4),
-                   np.array(logit_rows, np.int32))
+                   np.array(whole, np.int32).reshape(-1, 6), np.array(logit_rows, np.int32))
 
     def padded_to(self, rows):
         """The same batch with padding rows up to `rows`, each wanting logits that nobody reads.
@@ -54,11 +59,12 @@ class Batch:
         """
         more = rows - len(self.tokens)
         extend = lambda array, value: np.concatenate([array, np.full(more, value, np.int32)])
-        tiles = np.array([(row, 1, -1, 0) for row in range(len(self.tokens), rows)], np.int32)
+        spans = np.array([(row, 1, -1, 0, 0, 0) for row in range(len(self.tokens), rows)],
+                         np.int32).reshape(-1, 6)
         return Batch(extend(self.tokens, -2), extend(self.positions, 0), extend(self.slots, -1),
                      extend(self.rope_sets, 0), self.page_table,
-                     np.concatenate([self.tiles, tiles.reshape(-1, 4)]),
-                     np.arange(rows, dtype=np.int32))
+                     np.concatenate([self.tiles, spans[:, :4]]),
+                     np.concatenate([self.spans, spans]), np.arange(rows, dtype=np.int32))
 
 
 class PagePool:

@@ -97,64 +97,125 @@ class PagePool:
 
 
 class PrefixCache:
-    """Full pages of sequences that were computed before, found again by the tokens up to them.
+    """What is known of sequences that were computed before, found again by the tokens up to there.
 
-    The key of a page is a SHA-256 chained over the pages before it, starting from what else decides
-    its bits (`root`: the RoPE set, and a salt that keeps callers apart). The cache is one holder of
-    each of its pages and lets the least recently used go when pages are short.
+    An entry holds one full page. Its key is a SHA-256 chained over the pages before it, starting
+    from what else decides its bits (`root`: the RoPE set, and a salt that keeps callers apart). The
+    cache is one holder of the pages of each entry and lets the least recently used entries go when
+    pages are short.
     """
 
     def __init__(self, pool):
         self.pool = pool
-        self.entries = {}  # key -> (page, its tokens as bytes), least recently used first
-        self.cached = np.zeros(pool.n_pages, bool)
+        self.entries = {}  # key -> (tokens as bytes, pages, state), least recently used first
+        self.held = np.zeros(pool.n_pages, np.int32)  # how many entries hold each page
 
     @property
     def unused(self):
         """How many pages nobody else holds."""
-        return int(np.count_nonzero(self.cached & (self.pool.holders == 1)))
+        return int(np.count_nonzero((self.held > 0) & (self.held == self.pool.holders)))
 
     def find(self, ids, root):
-        """Pages of the longest known prefix of `ids`, with one more holder each."""
+        """(pages, tokens in them, None) of the longest known prefix, the pages held once more."""
         found = []
         for key, tokens in keyed_pages(ids, root):
-            page, known = self.entries.get(key, (None, None))
+            known, pages, _ = self.entries.get(key, (None, None, None))
             if known != tokens:
                 break
-            found.append((key, page))
+            found.append((key, *pages))
         self.touch([key for key, _ in found])
         pages = [page for _, page in found]
         self.pool.share(pages)
-        return pages
+        return pages, PAGE * len(pages), None
 
-    def add(self, ids, pages, root):
+    def add(self, ids, pages, root, state=None):
         """Remember those of `pages` that `ids` fill."""
         keys = []
         for (key, tokens), page in zip(keyed_pages(ids, root), pages):
             keys.append(key)
-            if key not in self.entries:
-                self.entries[key] = page, tokens
-                self.cached[page] = True
-                self.pool.share([page])
+            self.hold(key, tokens, [page])
         self.touch(keys)
+
+    def hold(self, key, tokens, pages, state=None):
+        if key not in self.entries:
+            self.entries[key] = tokens, pages, state
+            self.held[pages] += 1
+            self.pool.share(pages)
+
+    def drop(self, key):
+        _, pages, _ = self.entries.pop(key)
+        self.held[pages] -= 1
+        self.pool.give(pages)
 
     def touch(self, keys):
         for key in reversed(keys):  # the end of a prefix goes before its beginning
             self.entries[key] = self.entries.pop(key)
 
     def make_room(self, count):
-        """Let pages go until `count` are free. False, and nothing done, if there are too few."""
+        """Let entries go until `count` pages are free. False, and nothing done, if too few are."""
         if self.pool.free_count + self.unused < count:
             return False
-        for key in list(self.entries) if self.pool.free_count < count else ():
-            page, _ = self.entries[key]
-            if self.pool.holders[page] == 1:
-                del self.entries[key]
-                self.cached[page] = False
-                self.pool.give([page])
-                if self.pool.free_count >= count:
-                    break
+        for key, (_, pages, _) in list(self.entries.items()):
+            if self.pool.free_count >= count:
+                break
+            if (self.pool.holders[pages] == self.held[pages]).any():
+                self.drop(key)
         return True
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A recurrent state as the backend saved it: what save_state gave and load_state takes."""
+    committed: int  # tokens that are in it; those behind them are pending, and kept beside it
+    data: object
+
+    @property
+    def nbytes(self):
+        return self.data.nbytes
+
+
+class SnapshotCache(PrefixCache):
+    """The same for models with recurrent state, which cannot be cut back to an earlier token.
+
+    An entry is a prefix of any length with all of its pages, the last one partly filled, and the
+    state behind it. States have a budget of bytes; past it the least recently used entries go.
+    """
+
+    def __init__(self, pool, limit):
+        super().__init__(pool)
+        self.limit = limit  # bytes of states
+
+    def find(self, ids, root):
+        """(pages, tokens, state) of the longest known prefix, the pages held once more."""
+        pages, length, state = [], 0, None
+        lengths = sorted({len(tokens) // 4 for tokens, _, _ in self.entries.values()})
+        for key, tokens in keyed_prefixes(ids, root, lengths):
+            if key in self.entries and self.entries[key][0] == tokens:
+                _, pages, state = self.entries[key]
+                length = len(tokens) // 4
+                self.touch([key])
+        self.pool.share(pages)
+        return list(pages), length, state
+
+    def add(self, ids, pages, root, state=None):
+        """Remember the whole prefix, whose pages these are, with the state behind it."""
+        for key, tokens in keyed_prefixes(ids, root, [len(ids)]):
+            self.hold(key, tokens, list(pages), state)
+            self.touch([key])
+        for key in list(self.entries):
+            if sum(state.nbytes for _, _, state in self.entries.values()) > self.limit:
+                self.drop(key)
+
+
+def keyed_prefixes(ids, root, lengths):
+    """(key, tokens) of the prefixes of `ids` that have these lengths, in rising order."""
+    data = np.asarray(ids, "<i4").tobytes()
+    digest, at = hashlib.sha256(root.encode()), 0
+    for length in lengths:
+        if 0 < length <= len(ids):
+            digest.update(data[at:4 * length])
+            at = 4 * length
+            yield digest.digest(), data[:at]
 
 
 def keyed_pages(ids, root):

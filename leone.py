@@ -32,7 +32,7 @@ import chat
 import model
 import receipts
 from errors import LeoneError, ModelError, DeviceError, Overloaded, RequestError
-from kv import PAGE, Batch, PagePool, PrefixCache, common_prefix
+from kv import PAGE, Batch, PagePool, PrefixCache, Snapshot, SnapshotCache, common_prefix
 from sampling import ROW, Sampling
 from sessions import Sessions
 from tokenizer import Tokenizer
@@ -41,6 +41,7 @@ VERSION = "0.1.0"
 FEED = -1  # token of a row whose token is still on the device: the last one sampled for its slot
 DECODE_BUCKETS = 1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128  # row counts that have a graph
 LOGIT_ROWS = 64  # rows of logits computed at a time when all are wanted
+SNAPSHOT_TOKENS = 8192  # of a long prompt, after which the recurrent state is remembered
 
 
 @dataclass
@@ -77,6 +78,9 @@ class Request:
     pages: list | None = None  # None until its known prefix was looked up
     draw: object = None  # sampling.ROW record; only its position changes from step to step
     rope_set: int = 0
+    state: object = None  # kv.Snapshot to begin from, recurrent models only
+    marks: list = field(default_factory=list)  # prompt lengths at which to remember the state
+    committed: int = 0  # tokens that are in the recurrent state; what is behind them is pending
     read: int = 0  # prompt tokens whose forward pass was launched
     sampled: int = 0  # tokens whose sampling was launched
     in_flight: int = 0  # launched steps that name it
@@ -101,7 +105,8 @@ class Engine:
     """A model on a device, and the requests that it is working on."""
 
     def __init__(self, path, backend="auto", kv="f16", prefill_chunk=512, max_rows=64, context=None,
-                 queue=1024, queue_tokens=None, sessions=None, session_store=None, progress=None):
+                 queue=1024, queue_tokens=None, sessions=None, session_store=None, state_cache=2 << 30,
+                 progress=None):
         """Load the model at `path`.
 
         backend: "auto" (CUDA where there is a card), "cuda", "cpu". kv: format of the KV cache,
@@ -109,7 +114,8 @@ class Engine:
         decode in one step. context: tokens of KV cache in all (default: what the model and the
         free memory allow). queue, queue_tokens: requests, and tokens of them, that may wait.
         sessions: sequences that hold memory at once (default max_rows). session_store: folder in
-        which idle sessions survive. progress: called with (done bytes, all bytes) while weights
+        which idle sessions survive. state_cache: bytes of host memory for the recurrent states that
+        later prompts may begin from. progress: called with (done bytes, all bytes) while weights
         load.
         Raises ModelError, DeviceError.
         """
@@ -118,7 +124,8 @@ class Engine:
         self.max_sessions = max_rows if sessions is None else sessions
         limits = {"prefill_chunk": (prefill_chunk, 65536), "max_rows": (max_rows, 4096),
                   "sessions": (self.max_sessions, 65536), "context": (context, 1 << 31),
-                  "queue": (queue, 1 << 31), "queue_tokens": (queue_tokens, 1 << 62)}
+                  "queue": (queue, 1 << 31), "queue_tokens": (queue_tokens, 1 << 62),
+                  "state_cache": (state_cache, 1 << 62)}
         for name, (value, most) in limits.items():
             if value is not None:
                 check_integer(value, 1, most, name)
@@ -133,7 +140,8 @@ class Engine:
             n_pages, longest = self.plan_pages(kv, context)
             self.kv = self.ops.pages(self.cfg, n_pages, kv)
             self.pool = PagePool(n_pages)
-            self.prefixes = PrefixCache(self.pool)
+            self.prefixes = (SnapshotCache(self.pool, state_cache) if self.cfg.n_state_layers
+                             else PrefixCache(self.pool))
             self.sessions = Sessions(self, session_store)
         except BaseException:
             self.ops.close()
@@ -243,7 +251,7 @@ class Engine:
         request = Request(ids, sampling.seeded(), max_tokens,
                           self.tokenizer.stream(special=shown, after=ids[-1]), ignore_eos,
                           session, choice, salt, top_logprobs, rope_set=self.rope_set(length),
-                          submitted=time.perf_counter())
+                          marks=self.marks_in(ids), submitted=time.perf_counter())
         with self.lock:
             room = self.queue_limit + max(0, self.max_sessions - len(self.active))
             tokens = sum(len(r.prompt) + r.max_tokens for r in self.waiting)
@@ -254,6 +262,18 @@ class Engine:
                 self.sessions.claim(session, request)
             self.waiting.append(request)
         return request
+
+    def marks_in(self, ids):
+        """Prompt lengths at which a recurrent state is worth remembering: the ends of the system
+        prompt and of the conversation before the answer's header, where messages begin with the
+        same control token as the prompt, and every SNAPSHOT_TOKENS."""
+        if not self.cfg.n_state_layers:
+            return []
+        marks = set(range(SNAPSHOT_TOKENS, len(ids), SNAPSHOT_TOKENS))
+        if self.tokenizer.is_special(ids[0]):
+            starts = [i for i, id in enumerate(ids) if i and id == ids[0]]
+            marks.update(starts[:1] + starts[-1:])
+        return sorted(marks)
 
     def overloaded(self, pages):
         """The error for a request of so many pages that finds the queue full."""
@@ -353,9 +373,11 @@ class Engine:
         at, inside = divmod(request.cached_tokens, PAGE)
         shared = bool(inside) and self.pool.holders[request.pages[at]] > 1
         if shared and not self.make_room(missing + 1):  # no room for a copy: compute it again
-            self.pool.give([request.pages.pop()])
-            request.cached_tokens = request.read = at * PAGE
-            missing, shared = missing + 1, False
+            kept = 0 if request.state else at  # a recurrent state is good for one length only
+            self.pool.give(request.pages[kept:])
+            del request.pages[kept:]
+            request.cached_tokens = request.read = kept * PAGE
+            missing, shared, request.state = missing + at + 1 - kept, False, None
         if not self.make_room(missing + shared):
             return False
         request.pages += self.pool.take(missing)
@@ -366,37 +388,53 @@ class Engine:
             request.pages[at] = copy
         request.slot = self.free_slots.pop()
         self.page_table[request.slot, :len(request.pages)] = request.pages
+        if request.state:
+            self.ops.load_state(self.kv, request.slot, request.state.data)
+            request.committed, request.state = request.state.committed, None
         return True
 
     def find_prefix(self, request):
         """Take over what is known of the prompt; at least its last token is always computed."""
         before_last = request.prompt[:-1]
-        pages = self.prefixes.find(before_last, request.root)
-        cached = PAGE * len(pages)
+        pages, cached, state = self.prefixes.find(before_last, request.root)
         if request.session is not None:
             session = self.sessions.open(request.session)
             if session is None:
                 self.pool.give(pages)
                 return False
-            tokens, known = session.take()
+            tokens, known, known_state = session.take()
             same = common_prefix(tokens, before_last) if session.root == request.root else 0
+            if known_state and same < len(tokens):
+                same = 0  # the session went another way: its state is past the fork
             if same > cached:
-                pages, known, cached = known, pages, same
+                pages, known, cached, state = known, pages, same, known_state
             keep = -(-cached // PAGE)
             self.pool.give(known + pages[keep:])
             pages = pages[:keep]
         request.pages, request.cached_tokens, request.read = pages, cached, cached
+        request.state = state
         return True
+
+    def remember(self, request, ids):
+        """Let later requests begin with `ids`, which this one has computed. Returns the snapshot of
+        its recurrent state, or None for a model that has none."""
+        state = None
+        if self.cfg.n_state_layers:
+            state = Snapshot(request.committed, self.ops.save_state(self.kv, request.slot))
+        self.prefixes.add(ids, request.pages[:-(-len(ids) // PAGE)], request.root, state)
+        return state
 
     def release(self, request):
         """Take slot and pages back from an ended request. What it computed stays known."""
         computed = request.read + max(0, len(request.tokens) - 1)  # the last token was never fed
         ids = [] if request.error else (request.prompt + request.tokens)[:computed]
         pages = request.pages or []
-        self.prefixes.add(ids, pages, request.root)
+        state = request.state  # of one that was never admitted
+        if ids and request.slot >= 0:
+            state = self.remember(request, ids)
         if request.session is not None:
             kept = -(-len(ids) // PAGE)
-            self.sessions.keep(request, ids, pages[:kept])
+            self.sessions.keep(request, ids, pages[:kept], state)
             pages = pages[kept:]
         self.pool.give(pages)
         if request.slot >= 0:
@@ -487,7 +525,8 @@ class Engine:
     def share_chunk(self, reading):
         """(request, tokens to read) of one chunk: first come, first served, but half of it is for
         the prompt that ends soonest, so that a short one need not wait for a long one."""
-        left = {request: len(request.prompt) - request.read for request in reading}
+        left = {request: next((mark for mark in request.marks if mark > request.read),
+                              len(request.prompt)) - request.read for request in reading}
         shares = dict.fromkeys(reading, 0)
         budget = self.prefill_chunk
         if len(reading) > 1:
@@ -532,8 +571,9 @@ class Engine:
             request.read = min(request.read + len(ids), len(request.prompt))
             request.sampled += wanted
             request.in_flight += 1
-            if wanted and request.sampled == 1:
-                self.prefixes.add(request.prompt, request.pages, request.root)
+            first = wanted and request.sampled == 1 and not self.cfg.n_state_layers
+            if first or request.read in request.marks:
+                self.remember(request, request.prompt[:request.read])
         self.in_flight.append((chosen, sampled, rows_of_logits, result))
         self.steps += 1
         self.counts.update(rows=rows, steps_of_16_rows=int(len(sampled) >= 16))

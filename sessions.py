@@ -10,11 +10,12 @@ A file of the store, NAME.kv, integers little-endian:
     bytes 8-11   format version, 1
     bytes 12-15  bytes of the header
     then         the header: JSON, padded with spaces so that the first blob is aligned; key (what
-                 must be equal for the bits to be valid here), root, tokens, answers, and for each
-                 blob its name, bytes and SHA-256
+                 must be equal for the bits to be valid here), root, tokens, committed (how many of
+                 them are in the recurrent state), answers, and for each blob its name, bytes and
+                 SHA-256
     then         SHA-256 of all bytes before it
     then         the blobs, each padded with zeros to a multiple of ALIGNMENT and hashed with that:
-                 kv, the pages as the backend keeps them
+                 kv, the pages as the backend keeps them, and state, for models that have one
 
 It is written under another name, synced, renamed and its folder synced: a file is whole or not
 there. Every byte is under a hash, and a file that is damaged or of another model is an error.
@@ -32,7 +33,7 @@ from pathlib import Path
 import numpy as np
 
 from errors import RequestError
-from kv import PAGE
+from kv import PAGE, Snapshot
 
 MAGIC, VERSION = b"LEONE KV", 1
 ALIGNMENT = 4096
@@ -46,6 +47,7 @@ class Session:
     name: str
     tokens: list = field(default_factory=list)
     pages: list = field(default_factory=list)
+    state: object = None  # kv.Snapshot behind the tokens, recurrent models only
     root: str = ""  # of the tokens, see kv.PrefixCache
     answers: dict | None = None  # text -> the tokens sampled for it; None until the file was read
     request: object = None  # whose turn it is: waiting or running
@@ -54,9 +56,9 @@ class Session:
     changed: bool = True  # since the file was written
 
     def take(self):
-        """(tokens, pages), which are the caller's now."""
-        taken = self.tokens, self.pages
-        self.tokens, self.pages = [], []
+        """(tokens, pages, state), which are the caller's now."""
+        taken = self.tokens, self.pages, self.state
+        self.tokens, self.pages, self.state = [], [], None
         return taken
 
 
@@ -106,13 +108,13 @@ class Sessions:
             self.restore(session, header, at)
         return session
 
-    def keep(self, request, tokens, pages):
+    def keep(self, request, tokens, pages, state):
         """Give the session of an ended request what it computed."""
         session = self.known[request.session]
         session.used = time.time()
         if request.pages is not None and not request.error:  # else it is what it was, or its file
-            session.tokens, session.pages, session.root = tokens, pages, request.root
-            session.changed = True
+            session.tokens, session.pages, session.state = tokens, pages, state
+            session.root, session.changed = request.root, True
             tokenizer, text = self.engine.tokenizer, request.text
             ids = [id for id in request.tokens
                    if id not in tokenizer.eos_ids and id < self.engine.cfg.n_tokens]
@@ -208,7 +210,7 @@ class Sessions:
         with self.changing(name) as source:
             if self.open(name) is None:
                 raise self.engine.overloaded(-(-source.filed // PAGE))
-            copy = Session(new_name, source.tokens, list(source.pages), source.root,
+            copy = Session(new_name, source.tokens, list(source.pages), source.state, source.root,
                            dict(self.answers(name)))
             with self.engine.lock:
                 if new_name in self.known:
@@ -253,8 +255,12 @@ class Sessions:
     def write(self, session):
         engine = self.engine
         blobs = {"kv": engine.ops.save_pages(engine.kv, session.pages).tobytes()}
+        if session.state:
+            engine.ops.synchronize()  # a snapshot may still be on its way
+            blobs["state"] = session.state.data.tobytes()
         blobs = {name: data + bytes(-len(data) % ALIGNMENT) for name, data in blobs.items()}
         header = {"key": self.key(), "root": session.root, "tokens": session.tokens,
+                  "committed": session.state.committed if session.state else 0,
                   "answers": dict(self.answers(session.name)), "blobs": [
                       {"name": name, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
                       for name, data in blobs.items()]}
@@ -324,6 +330,8 @@ class Sessions:
         session.answers = session.answers or header["answers"]
         session.pages, session.changed = engine.pool.take(-(-len(session.tokens) // PAGE)), False
         engine.ops.load_pages(engine.kv, session.pages, np.frombuffer(blobs["kv"], np.uint8))
+        if "state" in blobs:
+            session.state = Snapshot(header["committed"], np.frombuffer(blobs["state"], np.uint8))
 
 
 def check_name(name):

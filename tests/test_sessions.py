@@ -36,8 +36,8 @@ def turn(e, ids, session=None, n=9, **options):
     if request.error:
         raise request.error
     assert e.pool.free_count + e.prefixes.unused + len(
-        {p for s in e.sessions.known.values() for p in s.pages if not e.prefixes.cached[p]}
-    ) + sum(e.prefixes.cached & (e.pool.holders > 1)) == e.pool.n_pages
+        {p for s in e.sessions.known.values() for p in s.pages if not e.prefixes.held[p]}
+    ) + sum((e.prefixes.held > 0) & (e.pool.holders > 1)) == e.pool.n_pages
     return request
 
 

@@ -17,7 +17,7 @@ import reprlib
 import struct
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -51,6 +51,13 @@ class Tensor:
     type: GGMLQuantizationType
     shape: tuple  # NumPy order: (rows, cols), the last axis is contiguous
     data: np.ndarray  # uint8 [bytes], a read-only view of the mapped file
+
+    def parts(self):
+        """The matrices (rows, cols) of a tensor (n, rows, cols), or the tensor itself."""
+        if len(self.shape) < 3:
+            return [self]
+        return [replace(self, name=f"{self.name}[{i}]", shape=self.shape[1:], data=data)
+                for i, data in enumerate(self.data.reshape(self.shape[0], -1))]
 
 
 class Strings(Sequence):

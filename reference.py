@@ -31,6 +31,7 @@ SEGMENT = 256  # positions under one running softmax; a multiple of PAGE
 PANEL = 4096  # weight rows of one BLAS call, whether or not the matrix stays quantised
 KV_BLOCK = 32  # values of a q8 block
 F16_LARGEST = 65504.0
+SMALLEST_SUM = 6.1e-5  # of the weights of a token's experts, where they are divided by it
 
 
 @dataclass
@@ -57,6 +58,24 @@ class Matrix:
     bias: np.ndarray | None
 
 
+@dataclass
+class Experts:
+    """Matrices of one shape [rows, cols]: those of the experts of a mixture, or of heads."""
+    matrices: list
+    rows: int
+    cols: int
+
+
+@dataclass
+class Routes:
+    """Which experts a token goes to, ascending, and how much each counts: [rows, k].
+
+    Rows with a negative slot have none: experts -1, weights 0.
+    """
+    experts: np.ndarray  # int32
+    weights: np.ndarray
+
+
 class Reference:
     """The op table on NumPy arrays of one dtype."""
     name = card_name = "cpu"
@@ -81,6 +100,11 @@ class Reference:
         panels = [panel for tensor in tensors for panel in self.expand(tensor)]
         return Matrix(tensors, panels, sum(t.shape[0] for t in tensors), tensors[0].shape[1],
                       None if bias is None else self.vector(bias))
+
+    def experts(self, tensors):
+        """Stack the row blocks of `tensors`, each [experts, rows, cols], for each expert."""
+        matrices = [self.matrix(parts) for parts in zip(*(t.parts() for t in tensors))]
+        return Experts(matrices, matrices[0].rows, matrices[0].cols)
 
     def vector(self, array):
         return np.asarray(array, self.dtype)
@@ -146,8 +170,9 @@ class Reference:
         return 1e3 * (after - before)
 
     def stored_bytes(self, tensor):
-        expanded = self.panels[tensor.name][0].values is not None
-        return int(np.prod(tensor.shape)) * self.dtype.itemsize if expanded else tensor.data.nbytes
+        expanded = lambda part: self.panels[part.name][0].values is not None
+        return sum(int(np.prod(part.shape)) * self.dtype.itemsize if expanded(part)
+                   else part.data.nbytes for part in tensor.parts())
 
     def free_memory(self):
         return available_memory() // 2
@@ -275,6 +300,67 @@ class Reference:
         gate, up = np.split(gate_up, 2, axis=-1)
         return gate / (1 + np.exp(-gate)) * up  # exp(-gate) = inf gives the right limit, zero
 
+    @np.errstate(over="ignore", invalid="ignore")
+    def route(self, logits, bias, cfg, batch):
+        """Routes of each row: its n_experts_used best by probability + bias, ties to the lower one.
+
+        Of several groups only the best few count: by their largest probability, or, with sigmoid
+        probabilities, by the sum of their two best biased ones. Weights have no bias.
+        """
+        logits = logits[:, :cfg.n_experts]
+        if cfg.router_sigmoid:
+            probability = 1 / (1 + np.exp(-logits))
+        else:
+            power = np.exp(logits - logits.max(axis=-1, keepdims=True))
+            probability = power / power.sum(axis=-1, keepdims=True)
+        score = probability if bias is None else probability + bias
+        if cfg.router_groups > 1:
+            groups = score.reshape(len(score), cfg.router_groups, -1)
+            best = np.sort(groups, axis=-1)[..., -2 if cfg.router_sigmoid else -1:].sum(axis=-1)
+            kept = np.zeros(best.shape, bool)
+            np.put_along_axis(kept, best_of(best, cfg.router_groups_used), True, axis=-1)
+            score = np.where(kept[..., None], groups, -np.inf).reshape(score.shape)
+        experts = np.sort(best_of(score, cfg.n_experts_used), axis=-1).astype(np.int32)
+        weights = np.take_along_axis(probability, experts, axis=-1)
+        if cfg.router_norm:
+            weights = weights / np.maximum(weights.sum(axis=-1, keepdims=True), SMALLEST_SUM)
+        real = batch.slots[:, None] >= 0
+        return Routes(np.where(real, experts, -1),
+                      np.where(real, weights * self.dtype.type(cfg.router_scale), 0))
+
+    def linear_experts(self, x, w, routes):
+        """y [rows * k, w.rows] = for each row and each of its experts, x times the expert's rows.
+
+        x has a row for each row, or for each of its k experts. Without an expert y is zero.
+        """
+        experts = routes.experts.reshape(-1)
+        row_of = np.arange(len(experts)) // (len(experts) // len(x))
+        y = np.zeros((len(experts), w.rows), self.dtype)
+        for expert in np.unique(experts[experts >= 0]):
+            chosen = experts == expert
+            y[chosen] = self.linear(x[row_of[chosen]], w.matrices[expert])
+        return y
+
+    def linear_heads(self, x, w):
+        """y [rows, heads * w.rows] = row r * heads + h of x times the rows of head h, for all."""
+        heads = len(w.matrices)
+        parts = [self.linear(x[head::heads], matrix) for head, matrix in enumerate(w.matrices)]
+        return np.concatenate(parts, axis=1)
+
+    @np.errstate(over="ignore", invalid="ignore")
+    def combine(self, y, routes, shared, logits, h):
+        """h += what a row's experts gave, by weight, in index order, then the shared expert.
+
+        `shared` [rows, n_embd] or None counts sigmoid(last column of `logits`), or 1 without them.
+        """
+        y = y.reshape(*routes.weights.shape, -1)
+        total = np.zeros_like(h)
+        for i in range(y.shape[1]):
+            total += routes.weights[:, i, None] * y[:, i]
+        if shared is not None:
+            total += shared if logits is None else shared / (1 + np.exp(-logits[:, -1:]))
+        h += total
+
     def sample(self, logits, draws, batch):
         """(tokens int32, log probabilities f32) of one drawn token per row; see sampling.py."""
         return sampling.sample(logits, draws, self.adjustments)
@@ -399,6 +485,11 @@ def rotate(x, angles, neox):
     rotated[..., first] = a * cos - b * sin
     rotated[..., second] = a * sin + b * cos
     return rotated
+
+
+def best_of(scores, n):
+    """Indices of the n largest of each row, best first, ties to the lower one."""
+    return np.argsort(-scores, axis=-1, kind="stable")[:, :n]
 
 
 def dequantised(tensor, rows, dtype):

@@ -122,9 +122,12 @@ class Reference:
             self.panels[tensor.name] = panels
         return self.panels[tensor.name]
 
-    def pages(self, cfg, n_pages, kv_format):
+    def pages(self, cfg, n_pages, kv_format, n_states=0, pending=1):
+        """Storage for KV, with `states` for the recurrent layers of `n_states` sequences."""
         kv = Pages(cfg, n_pages, kv_format, self.dtype)
         self.allocated["kv"] = kv.nbytes
+        if cfg.n_state_layers:
+            kv.states = self.states(cfg, n_states, pending)
         return kv
 
     def tile_tokens(self, cfg):
@@ -196,10 +199,23 @@ class Reference:
 
     @np.errstate(over="ignore", invalid="ignore")
     def rmsnorm(self, h, weight, eps, rows=None):
-        """x = h / sqrt(mean(h^2) + eps) * weight, of all rows or of those in `rows`."""
-        h = h if rows is None else h[rows]
+        """x = h / sqrt(mean(h^2) + eps) * weight, of all rows or of those in `rows`.
+
+        h: the first len(weight) columns of what is given.
+        """
+        h = (h if rows is None else h[rows])[..., :len(weight)]
         mean = np.sum(h * h, axis=-1, keepdims=True) / self.dtype.type(h.shape[-1])
         return h / np.sqrt(mean + self.dtype.type(eps)) * weight
+
+    rmsnorm_f32 = rmsnorm  # a result that is not the input of a matrix product
+
+    def scale_rows(self, values, heads=1, pitch=None, width=None):
+        """x [rows * heads, width]: `heads` pieces, `pitch` apart, of each row of `values`.
+
+        By default the whole row is one piece. What a matrix product takes.
+        """
+        pitch = pitch or values.shape[1]
+        return np.ascontiguousarray(values[:, :heads * pitch].reshape(-1, pitch)[:, :width])
 
     @np.errstate(over="ignore", invalid="ignore")
     def linear(self, x, w):
@@ -242,29 +258,47 @@ class Reference:
     def rope_kv(self, qkv, angles, q_norm, k_norm, cfg, layer, kv, batch):
         """Split qkv [rows, (heads + 2 kv heads) head_dim], norm and rotate q and k, store K and V.
 
-        Returns q [rows, heads, head_dim]. Rows with a negative slot store nothing.
+        Returns q [rows, heads, head_dim]. With cfg.q_gated each q is followed by a gate of its
+        size, see sigmoid_gate. Rows with a negative slot store nothing.
         """
-        rows, heads = len(qkv), cfg.n_heads + 2 * cfg.n_kv_heads
-        parts = qkv.reshape(rows, heads, cfg.head_dim)
-        q, k, v = np.split(parts, [cfg.n_heads, cfg.n_heads + cfg.n_kv_heads], axis=1)
+        n_q = cfg.n_heads * (1 + cfg.q_gated)
+        parts = qkv.reshape(len(qkv), n_q + 2 * cfg.n_kv_heads, cfg.head_dim)
+        q, k, v = np.split(parts, [n_q, n_q + cfg.n_kv_heads], axis=1)
+        q = q[:, ::1 + cfg.q_gated]
         if q_norm is not None:
             q, k = self.rmsnorm(q, q_norm, cfg.rms_eps), self.rmsnorm(k, k_norm, cfg.rms_eps)
-        q, k = rotate(q, angles, cfg.rope_neox), rotate(k, angles, cfg.rope_neox)
-        real = batch.slots >= 0
-        positions = batch.positions[real]
-        pages = batch.page_table[batch.slots[real], positions // PAGE]
-        kv.store(layer, pages, positions % PAGE, k[real], v[real])
-        return q
+        kv.store_rows(layer, batch, rotate(k, angles, cfg.rope_neox), v)
+        return rotate(q, angles, cfg.rope_neox)
+
+    @np.errstate(over="ignore", invalid="ignore")
+    def rope_latent(self, content, q, kv_a, angles, kv_norm, cfg, layer, kv, batch):
+        """Queries and key of latent attention, whose key holds the value: rank = cfg.value_dim.
+
+        Returns q [rows, heads, head_dim]: the `rank` values of a head in `content`, then the
+        rotated last rope_dim of the key_dim values of a head in `q`. Stores as K the last head_dim
+        columns of kv_a: `rank` values, normed, then rope_dim, rotated. Columns of q after the heads
+        and of kv_a before the last head_dim are not read.
+        """
+        rank, of_heads = cfg.value_dim, (len(q), cfg.n_heads, -1)
+        q = q[:, :cfg.n_heads * cfg.key_dim].reshape(of_heads)[..., -cfg.rope_dim:]
+        key = kv_a[:, None, -cfg.head_dim:]
+        kv.store_rows(layer, batch, np.concatenate([
+            self.rmsnorm(key, kv_norm, cfg.rms_eps),
+            rotate(key[..., rank:], angles, cfg.rope_neox)], axis=-1))
+        return np.concatenate([content.reshape(of_heads), rotate(q, angles, cfg.rope_neox)], -1)
 
     @np.errstate(over="ignore", invalid="ignore")
     def attention(self, q, cfg, layer, kv, batch):
-        """x [rows, heads * head_dim]: softmax(q K^T * attn_scale) V over positions 0..own."""
-        x = np.zeros((len(q), cfg.n_heads, cfg.head_dim), self.dtype)
+        """x [rows, heads * head_dim]: softmax(q K^T * attn_scale) V over positions 0..own.
+
+        With cfg.latent x is [rows * heads, value_dim]: each head goes into its own product.
+        """
+        x = np.zeros((len(q), cfg.n_heads, cfg.value_dim), self.dtype)
         for first, rows, slot, position in batch.tiles:
             if slot >= 0:
                 x[first:first + rows] = self.attend(
                     q[first:first + rows], position, batch.page_table[slot], cfg, layer, kv)
-        return x.reshape(len(q), -1)
+        return x.reshape(-1, cfg.value_dim) if cfg.latent else x.reshape(len(q), -1)
 
     def attend(self, q, position, pages, cfg, layer, kv):
         """One tile: q [rows, heads, head_dim] of tokens at `position`, position + 1, ..."""
@@ -276,11 +310,12 @@ class Reference:
                              .swapaxes(0, 1).reshape(cfg.n_kv_heads, real, cfg.head_dim))
         queries = queries.reshape(cfg.n_kv_heads, -1, ROWS, cfg.head_dim)
         own = position + np.arange(padded).reshape(-1, ROWS) // group  # position of each row
-        total = Softmax(queries.shape, self.dtype)
+        sums = (*queries.shape[:-1], cfg.value_dim)
+        total = Softmax(sums, self.dtype)
         for start in range(0, position + len(q), SEGMENT):
-            segment = Softmax(queries.shape, self.dtype)
+            segment = Softmax(sums, self.dtype)
             for at in range(start, min(start + SEGMENT, position + len(q)), PAGE):
-                key, value = kv.load(layer, pages[at // PAGE])  # kv heads, PAGE, head_dim
+                key, value = kv.load(layer, pages[at // PAGE])  # kv heads, PAGE, values
                 scores = queries @ key[:, None].swapaxes(2, 3) * self.dtype.type(cfg.attn_scale)
                 # Masked positions may hold anything, and 0 * inf is NaN: a V that is not finite
                 # (f32 only) is taken out of the product and counts through its score.
@@ -290,9 +325,15 @@ class Reference:
                 segment.add(np.where(visible, scores, -np.inf).astype(self.dtype),
                             np.where(finite, value, 0)[:, None])
             total.merge(segment)
-        x = total.result().reshape(cfg.n_kv_heads, padded, cfg.head_dim)[:, :real]
-        return (x.reshape(cfg.n_kv_heads, len(q), group, cfg.head_dim)
-                .swapaxes(0, 1).reshape(len(q), cfg.n_heads, cfg.head_dim))
+        x = total.result().reshape(cfg.n_kv_heads, padded, cfg.value_dim)[:, :real]
+        return (x.reshape(cfg.n_kv_heads, len(q), group, cfg.value_dim)
+                .swapaxes(0, 1).reshape(len(q), cfg.n_heads, cfg.value_dim))
+
+    @np.errstate(over="ignore", invalid="ignore")
+    def sigmoid_gate(self, x, qkv, cfg):
+        """x [rows, heads * head_dim] times the sigmoid of the gates in qkv, see rope_kv."""
+        gate = qkv[:, :2 * x.shape[1]].reshape(len(x), cfg.n_heads, 2, cfg.head_dim)[:, :, 1]
+        return x / (1 + np.exp(-gate.reshape(x.shape)))
 
     @np.errstate(over="ignore", invalid="ignore")
     def silu_mul(self, gate_up):
@@ -382,7 +423,7 @@ class Reference:
 
 
 class Softmax:
-    """Running softmax of rows [..., ROWS, head_dim]: largest score, sum, weighted values."""
+    """Running softmax of rows [..., ROWS, value_dim]: largest score, sum, weighted values."""
 
     def __init__(self, shape, dtype):
         self.largest = np.full((*shape[:-1], 1), -np.inf, dtype)
@@ -398,7 +439,7 @@ class Softmax:
         return finite
 
     def add(self, scores, value):
-        """Scores [..., ROWS, n] of n more positions and their values [..., n, head_dim]."""
+        """Scores [..., ROWS, n] of n more positions and their values [..., n, value_dim]."""
         weights = np.exp(scores - self.rescale(scores.max(axis=-1, keepdims=True)))
         self.sum = self.sum + weights.sum(axis=-1, keepdims=True)
         self.values = self.values + weights @ value
@@ -415,6 +456,7 @@ class Softmax:
 class Pages:
     """KV storage [layer, page, kv head, K|V, PAGE, head_dim] as f32, f16 or q8.
 
+    Latent attention stores K alone, whose first value_dim values are V.
     q8: int8 with an f16 scale per 32 values along head_dim, scale = max|x| / 127.
     """
 
@@ -422,8 +464,9 @@ class Pages:
         if kv_format == "q8" and cfg.head_dim % KV_BLOCK:
             raise RequestError(f"q8 stores {KV_BLOCK} values of a head together, and heads of this "
                                f"model have {cfg.head_dim}; use --kv f16", param="kv")
-        self.format, self.dtype = kv_format, dtype
-        shape = (cfg.n_layers, n_pages, cfg.n_kv_heads, 2, PAGE, cfg.head_dim)
+        self.format, self.dtype, self.value_dim = kv_format, dtype, cfg.value_dim
+        self.states = None  # of recurrent layers
+        shape = (cfg.n_kv_layers, n_pages, cfg.n_kv_heads, 2 - cfg.latent, PAGE, cfg.head_dim)
         stored = {"f32": dtype, "f16": np.float16, "q8": np.int8}[kv_format]
         self.data = np.zeros(shape, stored)
         self.scales = (np.zeros((*shape[:-1], cfg.head_dim // KV_BLOCK), np.float16)
@@ -437,12 +480,19 @@ class Pages:
     def nbytes(self):
         return sum(array.nbytes for array in self.arrays)
 
-    def store(self, layer, pages, offsets, key, value):
+    def store_rows(self, layer, batch, *key_value):
+        """Write K and V (or K alone) [rows, kv heads, head_dim] of the rows that have a slot."""
+        real = batch.slots >= 0
+        positions = batch.positions[real]
+        pages = batch.page_table[batch.slots[real], positions // PAGE]
+        self.store(layer, pages, positions % PAGE, *(x[real] for x in key_value))
+
+    def store(self, layer, pages, offsets, *key_value):
         """Write K and V [rows, kv heads, head_dim] of tokens to their page and place in it.
 
         f16 and q8 hold no more than F16_LARGEST either way; NaN becomes -F16_LARGEST.
         """
-        for kind, x in enumerate((key, value)):
+        for kind, x in enumerate(key_value):
             if self.format != "f32":
                 x = np.fmin(np.fmax(x, -F16_LARGEST), F16_LARGEST)
             if self.scales is not None:
@@ -451,12 +501,12 @@ class Pages:
             self.data[layer, pages, :, kind, offsets] = x
 
     def load(self, layer, page):
-        """K and V of one page, each [kv heads, PAGE, head_dim]."""
+        """K [kv heads, PAGE, head_dim] and V [kv heads, PAGE, value_dim] of one page."""
         x = self.data[layer, page].astype(self.dtype, copy=False)
         if self.scales is not None:
             blocks = x.reshape(*x.shape[:-1], -1, KV_BLOCK)
             x = (blocks * self.scales[layer, page, ..., None].astype(self.dtype)).reshape(x.shape)
-        return x[:, 0], x[:, 1]
+        return x[:, 0], x[:, -1, :, :self.value_dim]
 
 
 def quantise_q8(x):

@@ -13,6 +13,7 @@ alone, to the last bit, so that batching never changes an answer:
 * Attention walks the KV cache in tiles of 64 positions; SEGMENT positions share one running
   softmax, and segments are merged in index order. A masked position contributes exactly zero.
 """
+import math
 import os
 import platform
 import time
@@ -102,6 +103,10 @@ class Reference:
         kv = Pages(cfg, n_pages, kv_format, self.dtype)
         self.allocated["kv"] = kv.nbytes
         return kv
+
+    def states(self, cfg, n_states, pending):
+        """Recurrent state of `n_states` slots; a step leaves at most `pending` tokens pending."""
+        return States(cfg, n_states, pending, self.dtype)
 
     def tile_tokens(self, cfg):
         """Most rows of one attention tile: consecutive tokens of a sequence."""
@@ -270,6 +275,73 @@ class Reference:
                 .swapaxes(0, 1).reshape(len(q), cfg.n_heads, cfg.head_dim))
 
     @np.errstate(over="ignore", invalid="ignore")
+    def delta_conv(self, u, mixer, cfg, layer, kv, batch):
+        """c [rows, delta_channels + 2 H_v] of u = q | k | v | z | beta | alpha [rows, .].
+
+        Each channel of q, k and v: silu of the causal convolution over this token and those before
+        it. Then q and k have length 1 per head, and q is divided by sqrt(d). Behind them for each
+        v head beta, how much of a token is written, and decay, how much of the state stays.
+        """
+        rows, channels, before = len(u), cfg.delta_channels, cfg.conv_width - 1
+        window = np.zeros((cfg.conv_width, rows, channels), self.dtype)  # oldest token first
+        window[before] = u[:, :channels]
+        for first, n, slot, position, _, _ in batch.spans:
+            past = np.zeros((before, channels), self.dtype)
+            known = min(position, before) if slot >= 0 else 0
+            past[before - known:] = kv.states.recent[
+                slot, layer, np.arange(position - known, position) % kv.states.ring, :channels]
+            span = np.concatenate([past, u[first:first + n, :channels]])
+            for i in range(before):
+                window[i, first:first + n] = span[i:i + n]
+        total = window[0] * mixer.conv[:, 0]
+        for i in range(1, cfg.conv_width):
+            total = total + window[i] * mixer.conv[:, i]
+        heads = (total / (1 + np.exp(-total))).reshape(rows, -1, cfg.delta_dim)
+        squares = np.sum(heads * heads, axis=-1, keepdims=True)
+        length = np.sqrt(squares + self.dtype.type(cfg.rms_eps))
+        length[:, :cfg.delta_k_heads] *= self.dtype.type(math.sqrt(cfg.delta_dim))
+        length[:, 2 * cfg.delta_k_heads:] = 1  # v stays as it is
+        beta, alpha = np.split(u[:, -2 * cfg.delta_v_heads:], 2, axis=1)
+        softplus = np.logaddexp(self.dtype.type(0), alpha + mixer.dt)
+        return np.concatenate([(heads / length).reshape(rows, channels), 1 / (1 + np.exp(-beta)),
+                               np.exp(mixer.decay * softplus)], axis=1)
+
+    @np.errstate(over="ignore", invalid="ignore")
+    def delta_rule(self, u, c, cfg, layer, kv, batch):
+        """o [rows, H_v d] = S^T q, S being the state of each v head after the row's own token.
+
+        The state in memory first takes the span's pending tokens; its rows enter it only if the
+        span commits, else they become the pending ones. Rows with a negative slot give zeros.
+        """
+        states, channels = kv.states, cfg.delta_channels
+        n_q = cfg.delta_k_heads * cfg.delta_dim
+        records = np.concatenate([u[:, :channels], c[:, n_q:]], axis=1)
+        o = np.zeros((len(u), cfg.delta_v_heads, cfg.delta_dim), self.dtype)
+        for first, rows, slot, position, pending, commits in batch.spans:
+            if slot < 0:
+                continue
+            recent, state = states.recent[slot, layer], states.matrix[slot, layer]
+            if position == pending:
+                state[:] = 0
+            for at in range(position - pending, position):
+                delta_step(state, recent[at % states.ring, channels:], cfg)
+            state = state if commits else state.copy()
+            for row in range(first, first + rows):
+                delta_step(state, c[row, n_q:], cfg)
+                q = of_v_heads(c[row, :n_q], cfg)
+                o[row] = np.sum(state * q[:, None], axis=-1)
+            kept = np.arange(max(0, rows - states.ring), rows)
+            recent[(position + kept) % states.ring] = records[first + kept]
+        return o.reshape(len(u), -1)
+
+    @np.errstate(over="ignore", invalid="ignore")
+    def delta_norm(self, o, u, norm, cfg):
+        """x [rows, H_v d] = rmsnorm of each head of o, times silu(z); z lies in u behind v."""
+        heads = o.reshape(len(o), cfg.delta_v_heads, cfg.delta_dim)
+        z = u[:, cfg.delta_channels:cfg.delta_channels + o.shape[1]]
+        return self.rmsnorm(heads, norm, cfg.rms_eps).reshape(o.shape) * (z / (1 + np.exp(-z)))
+
+    @np.errstate(over="ignore", invalid="ignore")
     def silu_mul(self, gate_up):
         """x [rows, F] = silu(gate) * up of gate_up [rows, 2F], gate first."""
         gate, up = np.split(gate_up, 2, axis=-1)
@@ -293,6 +365,13 @@ class Reference:
             part = array[:, pages]
             array[:, pages] = data[at:at + part.nbytes].view(part.dtype).reshape(part.shape)
             at += part.nbytes
+
+    def save_state(self, kv, slot):
+        """The recurrent state of `slot` as bytes, for load_state of the same backend."""
+        return kv.states.data[slot].reshape(-1).view(np.uint8).copy()
+
+    def load_state(self, kv, slot, data):
+        kv.states.data[slot] = data.view(self.dtype).reshape(kv.states.data.shape[1:])
 
 
 class Softmax:
@@ -371,6 +450,47 @@ class Pages:
             blocks = x.reshape(*x.shape[:-1], -1, KV_BLOCK)
             x = (blocks * self.scales[layer, page, ..., None].astype(self.dtype)).reshape(x.shape)
         return x[:, 0], x[:, 1]
+
+
+class States:
+    """Recurrent state of the gated delta nets: [slot, layer] of a matrix and of recent tokens.
+
+    matrix: S of each v head, transposed to [d of v, d of k], so that sums run along the last axis.
+    recent: at place position % ring u's q | k | v of a token (the convolution looks back), then
+    k | v | beta | decay (a pending token enters the matrix later). The ring holds those that are
+    pending and those that become so, or those that are pending and what the convolution needs.
+    """
+
+    def __init__(self, cfg, n_states, pending, dtype):
+        self.ring = max(2 * pending, pending + cfg.conv_width - 1)
+        heads, dim, layers = cfg.delta_v_heads, cfg.delta_dim, cfg.n_state_layers
+        record = 2 * cfg.delta_channels - cfg.delta_k_heads * dim + 2 * heads
+        split = heads * dim * dim
+        self.data = np.zeros((n_states, layers, split + self.ring * record), dtype)
+        self.matrix = self.data[..., :split].reshape(n_states, layers, heads, dim, dim)
+        self.recent = self.data[..., split:].reshape(n_states, layers, self.ring, record)
+
+    @property
+    def nbytes(self):
+        return self.data.nbytes
+
+
+def of_v_heads(x, cfg):
+    """[H_v, d]: for each v head its k head of x [H_k d]."""
+    head = np.arange(cfg.delta_v_heads)
+    group = cfg.delta_v_heads // cfg.delta_k_heads
+    return x.reshape(-1, cfg.delta_dim)[
+        head // group if cfg.delta_grouped else head % cfg.delta_k_heads]
+
+
+def delta_step(state, token, cfg):
+    """Enter one token into state [H_v, d of v, d of k], in place. token: k | v | beta | decay."""
+    n_k, n_v = cfg.delta_k_heads * cfg.delta_dim, cfg.delta_v_heads * cfg.delta_dim
+    k, v, beta, decay = np.split(token, np.cumsum([n_k, n_v, cfg.delta_v_heads]))
+    k, v = of_v_heads(k, cfg)[:, None], v.reshape(-1, cfg.delta_dim)
+    state *= decay[:, None, None]
+    delta = beta[:, None] * (v - np.sum(state * k, axis=-1))
+    state += delta[..., None] * k
 
 
 def quantise_q8(x):

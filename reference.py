@@ -13,7 +13,6 @@ alone, to the last bit, so that batching never changes an answer:
 * Attention walks the KV cache in tiles of 64 positions; SEGMENT positions share one running
   softmax, and segments are merged in index order. A masked position contributes exactly zero.
 """
-import math
 import os
 import platform
 import time
@@ -106,7 +105,9 @@ class Reference:
 
     def states(self, cfg, n_states, pending):
         """Recurrent state of `n_states` slots; a step leaves at most `pending` tokens pending."""
-        return States(cfg, n_states, pending, self.dtype)
+        states = States(cfg, n_states, pending, self.dtype)
+        self.allocated["states"] = states.nbytes
+        return states
 
     def tile_tokens(self, cfg):
         """Most rows of one attention tile: consecutive tokens of a sequence."""
@@ -282,28 +283,23 @@ class Reference:
         it. Then q and k have length 1 per head, and q is divided by sqrt(d). Behind them for each
         v head beta, how much of a token is written, and decay, how much of the state stays.
         """
-        rows, channels, before = len(u), cfg.delta_channels, cfg.conv_width - 1
-        window = np.zeros((cfg.conv_width, rows, channels), self.dtype)  # oldest token first
-        window[before] = u[:, :channels]
-        for first, n, slot, position, _, _ in batch.spans:
-            past = np.zeros((before, channels), self.dtype)
+        channels, before = cfg.delta_channels, cfg.conv_width - 1
+        heads = np.empty((len(u), channels // cfg.delta_dim, cfg.delta_dim), self.dtype)
+        for first, rows, slot, position, *_ in batch.spans:
+            span = np.zeros((before + rows, channels), self.dtype)
+            span[before:] = u[first:first + rows, :channels]
             known = min(position, before) if slot >= 0 else 0
-            past[before - known:] = kv.states.recent[
+            span[before - known:before] = kv.states.recent[
                 slot, layer, np.arange(position - known, position) % kv.states.ring, :channels]
-            span = np.concatenate([past, u[first:first + n, :channels]])
-            for i in range(before):
-                window[i, first:first + n] = span[i:i + n]
-        total = window[0] * mixer.conv[:, 0]
-        for i in range(1, cfg.conv_width):
-            total = total + window[i] * mixer.conv[:, i]
-        heads = (total / (1 + np.exp(-total))).reshape(rows, -1, cfg.delta_dim)
-        squares = np.sum(heads * heads, axis=-1, keepdims=True)
-        length = np.sqrt(squares + self.dtype.type(cfg.rms_eps))
-        length[:, :cfg.delta_k_heads] *= self.dtype.type(math.sqrt(cfg.delta_dim))
+            x = sum(span[i:i + rows] * mixer.conv[:, i] for i in range(cfg.conv_width))
+            heads[first:first + rows] = silu(x).reshape(rows, *heads.shape[1:])
+        eps, dim = self.dtype.type(cfg.rms_eps), self.dtype.type(cfg.delta_dim)
+        length = np.sqrt(np.sum(heads * heads, axis=-1, keepdims=True) + eps)
+        length[:, :cfg.delta_k_heads] *= np.sqrt(dim)
         length[:, 2 * cfg.delta_k_heads:] = 1  # v stays as it is
         beta, alpha = np.split(u[:, -2 * cfg.delta_v_heads:], 2, axis=1)
         softplus = np.logaddexp(self.dtype.type(0), alpha + mixer.dt)
-        return np.concatenate([(heads / length).reshape(rows, channels), 1 / (1 + np.exp(-beta)),
+        return np.concatenate([(heads / length).reshape(-1, channels), 1 / (1 + np.exp(-beta)),
                                np.exp(mixer.decay * softplus)], axis=1)
 
     @np.errstate(over="ignore", invalid="ignore")
@@ -339,13 +335,13 @@ class Reference:
         """x [rows, H_v d] = rmsnorm of each head of o, times silu(z); z lies in u behind v."""
         heads = o.reshape(len(o), cfg.delta_v_heads, cfg.delta_dim)
         z = u[:, cfg.delta_channels:cfg.delta_channels + o.shape[1]]
-        return self.rmsnorm(heads, norm, cfg.rms_eps).reshape(o.shape) * (z / (1 + np.exp(-z)))
+        return self.rmsnorm(heads, norm, cfg.rms_eps).reshape(o.shape) * silu(z)
 
     @np.errstate(over="ignore", invalid="ignore")
     def silu_mul(self, gate_up):
         """x [rows, F] = silu(gate) * up of gate_up [rows, 2F], gate first."""
         gate, up = np.split(gate_up, 2, axis=-1)
-        return gate / (1 + np.exp(-gate)) * up  # exp(-gate) = inf gives the right limit, zero
+        return silu(gate) * up
 
     def sample(self, logits, draws, batch):
         """(tokens int32, log probabilities f32) of one drawn token per row; see sampling.py."""
@@ -467,12 +463,9 @@ class States:
         record = 2 * cfg.delta_channels - cfg.delta_k_heads * dim + 2 * heads
         split = heads * dim * dim
         self.data = np.zeros((n_states, layers, split + self.ring * record), dtype)
+        self.nbytes = self.data.nbytes
         self.matrix = self.data[..., :split].reshape(n_states, layers, heads, dim, dim)
         self.recent = self.data[..., split:].reshape(n_states, layers, self.ring, record)
-
-    @property
-    def nbytes(self):
-        return self.data.nbytes
 
 
 def of_v_heads(x, cfg):
@@ -503,6 +496,10 @@ def quantise_q8(x):
     divisor = np.where(scale == 0, np.float16(1), scale).astype(np.float32)[..., None]
     values = np.clip(np.rint(blocks / divisor), -127, 127).astype(np.int8)
     return values.reshape(x.shape), scale
+
+
+def silu(x):
+    return x / (1 + np.exp(-x))  # exp(-x) = inf gives the right limit, zero
 
 
 def rotate(x, angles, neox):

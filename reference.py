@@ -130,6 +130,12 @@ class Reference:
             kv.states = self.states(cfg, n_states, pending)
         return kv
 
+    def states(self, cfg, n_states, pending):
+        """Recurrent state of `n_states` slots; a step leaves at most `pending` tokens pending."""
+        states = States(cfg, n_states, pending, self.dtype)
+        self.allocated["states"] = states.nbytes
+        return states
+
     def tile_tokens(self, cfg):
         """Most rows of one attention tile: consecutive tokens of a sequence."""
         return 64
@@ -336,10 +342,72 @@ class Reference:
         return x / (1 + np.exp(-gate.reshape(x.shape)))
 
     @np.errstate(over="ignore", invalid="ignore")
+    def delta_conv(self, u, mixer, cfg, layer, kv, batch):
+        """c [rows, delta_channels + 2 H_v] of u = q | k | v | z | beta | alpha [rows, .].
+
+        Each channel of q, k and v: silu of the causal convolution over this token and those before
+        it. Then q and k have length 1 per head, and q is divided by sqrt(d). Behind them for each
+        v head beta, how much of a token is written, and decay, how much of the state stays.
+        """
+        channels, before = cfg.delta_channels, cfg.conv_width - 1
+        heads = np.empty((len(u), channels // cfg.delta_dim, cfg.delta_dim), self.dtype)
+        for first, rows, slot, position, *_ in batch.spans:
+            span = np.zeros((before + rows, channels), self.dtype)
+            span[before:] = u[first:first + rows, :channels]
+            known = min(position, before) if slot >= 0 else 0
+            span[before - known:before] = kv.states.recent[
+                slot, layer, np.arange(position - known, position) % kv.states.ring, :channels]
+            x = sum(span[i:i + rows] * mixer.conv[:, i] for i in range(cfg.conv_width))
+            heads[first:first + rows] = silu(x).reshape(rows, *heads.shape[1:])
+        eps, dim = self.dtype.type(cfg.rms_eps), self.dtype.type(cfg.delta_dim)
+        length = np.sqrt(np.sum(heads * heads, axis=-1, keepdims=True) + eps)
+        length[:, :cfg.delta_k_heads] *= np.sqrt(dim)
+        length[:, 2 * cfg.delta_k_heads:] = 1  # v stays as it is
+        beta, alpha = np.split(u[:, -2 * cfg.delta_v_heads:], 2, axis=1)
+        softplus = np.logaddexp(self.dtype.type(0), alpha + mixer.dt)
+        return np.concatenate([(heads / length).reshape(-1, channels), 1 / (1 + np.exp(-beta)),
+                               np.exp(mixer.decay * softplus)], axis=1)
+
+    @np.errstate(over="ignore", invalid="ignore")
+    def delta_rule(self, u, c, cfg, layer, kv, batch):
+        """o [rows, H_v d] = S^T q, S being the state of each v head after the row's own token.
+
+        The state in memory first takes the span's pending tokens; its rows enter it only if the
+        span commits, else they become the pending ones. Rows with a negative slot give zeros.
+        """
+        states, channels = kv.states, cfg.delta_channels
+        n_q = cfg.delta_k_heads * cfg.delta_dim
+        records = np.concatenate([u[:, :channels], c[:, n_q:]], axis=1)
+        o = np.zeros((len(u), cfg.delta_v_heads, cfg.delta_dim), self.dtype)
+        for first, rows, slot, position, pending, commits in batch.spans:
+            if slot < 0:
+                continue
+            recent, state = states.recent[slot, layer], states.matrix[slot, layer]
+            if position == pending:
+                state[:] = 0
+            for at in range(position - pending, position):
+                delta_step(state, recent[at % states.ring, channels:], cfg)
+            state = state if commits else state.copy()
+            for row in range(first, first + rows):
+                delta_step(state, c[row, n_q:], cfg)
+                q = of_v_heads(c[row, :n_q], cfg)
+                o[row] = np.sum(state * q[:, None], axis=-1)
+            kept = np.arange(max(0, rows - states.ring), rows)
+            recent[(position + kept) % states.ring] = records[first + kept]
+        return o.reshape(len(u), -1)
+
+    @np.errstate(over="ignore", invalid="ignore")
+    def delta_norm(self, o, u, norm, cfg):
+        """x [rows, H_v d] = rmsnorm of each head of o, times silu(z); z lies in u behind v."""
+        heads = o.reshape(len(o), cfg.delta_v_heads, cfg.delta_dim)
+        z = u[:, cfg.delta_channels:cfg.delta_channels + o.shape[1]]
+        return self.rmsnorm(heads, norm, cfg.rms_eps).reshape(o.shape) * silu(z)
+
+    @np.errstate(over="ignore", invalid="ignore")
     def silu_mul(self, gate_up):
         """x [rows, F] = silu(gate) * up of gate_up [rows, 2F], gate first."""
         gate, up = np.split(gate_up, 2, axis=-1)
-        return gate / (1 + np.exp(-gate)) * up  # exp(-gate) = inf gives the right limit, zero
+        return silu(gate) * up
 
     @np.errstate(over="ignore", invalid="ignore")
     def route(self, logits, bias, cfg, batch):
@@ -420,6 +488,13 @@ class Reference:
             part = array[:, pages]
             array[:, pages] = data[at:at + part.nbytes].view(part.dtype).reshape(part.shape)
             at += part.nbytes
+
+    def save_state(self, kv, slot):
+        """The recurrent state of `slot` as bytes, for load_state of the same backend."""
+        return kv.states.data[slot].reshape(-1).view(np.uint8).copy()
+
+    def load_state(self, kv, slot, data):
+        kv.states.data[slot] = data.view(self.dtype).reshape(kv.states.data.shape[1:])
 
 
 class Softmax:
@@ -509,6 +584,44 @@ class Pages:
         return x[:, 0], x[:, -1, :, :self.value_dim]
 
 
+class States:
+    """Recurrent state of the gated delta nets: [slot, layer] of a matrix and of recent tokens.
+
+    matrix: S of each v head, transposed to [d of v, d of k], so that sums run along the last axis.
+    recent: at place position % ring u's q | k | v of a token (the convolution looks back), then
+    k | v | beta | decay (a pending token enters the matrix later). The ring holds those that are
+    pending and those that become so, or those that are pending and what the convolution needs.
+    """
+
+    def __init__(self, cfg, n_states, pending, dtype):
+        self.ring = max(2 * pending, pending + cfg.conv_width - 1)
+        heads, dim, layers = cfg.delta_v_heads, cfg.delta_dim, cfg.n_state_layers
+        record = 2 * cfg.delta_channels - cfg.delta_k_heads * dim + 2 * heads
+        split = heads * dim * dim
+        self.data = np.zeros((n_states, layers, split + self.ring * record), dtype)
+        self.nbytes = self.data.nbytes
+        self.matrix = self.data[..., :split].reshape(n_states, layers, heads, dim, dim)
+        self.recent = self.data[..., split:].reshape(n_states, layers, self.ring, record)
+
+
+def of_v_heads(x, cfg):
+    """[H_v, d]: for each v head its k head of x [H_k d]."""
+    head = np.arange(cfg.delta_v_heads)
+    group = cfg.delta_v_heads // cfg.delta_k_heads
+    return x.reshape(-1, cfg.delta_dim)[
+        head // group if cfg.delta_grouped else head % cfg.delta_k_heads]
+
+
+def delta_step(state, token, cfg):
+    """Enter one token into state [H_v, d of v, d of k], in place. token: k | v | beta | decay."""
+    n_k, n_v = cfg.delta_k_heads * cfg.delta_dim, cfg.delta_v_heads * cfg.delta_dim
+    k, v, beta, decay = np.split(token, np.cumsum([n_k, n_v, cfg.delta_v_heads]))
+    k, v = of_v_heads(k, cfg)[:, None], v.reshape(-1, cfg.delta_dim)
+    state *= decay[:, None, None]
+    delta = beta[:, None] * (v - np.sum(state * k, axis=-1))
+    state += delta[..., None] * k
+
+
 def quantise_q8(x):
     """int8 values like x and f16 scales [..., blocks] = max|x| / 127 per 32 values.
 
@@ -519,6 +632,10 @@ def quantise_q8(x):
     divisor = np.where(scale == 0, np.float16(1), scale).astype(np.float32)[..., None]
     values = np.clip(np.rint(blocks / divisor), -127, 127).astype(np.int8)
     return values.reshape(x.shape), scale
+
+
+def silu(x):
+    return x / (1 + np.exp(-x))  # exp(-x) = inf gives the right limit, zero
 
 
 def rotate(x, angles, neox):

@@ -224,15 +224,18 @@ class Reference:
         return np.ascontiguousarray(values[:, :heads * pitch].reshape(-1, pitch)[:, :width])
 
     @np.errstate(over="ignore", invalid="ignore")
-    def linear(self, x, w):
-        """y [rows, w.rows] = x [rows, w.cols] times the rows of w, plus its bias."""
-        y = np.empty((len(x), w.rows), self.dtype)
+    def linear(self, x, w, out=None):
+        """y [rows, w.rows] = x [rows, w.cols] times the rows of w, plus its bias; in `out`, if any.
+        """
+        y = np.empty((len(x), w.rows), self.dtype) if out is None else out
         start = 0
         for panel in w.panels:
             weight = panel.expanded(self.dtype)
             self.multiply(x, weight, y[:, start:start + weight.shape[1]])
             start += weight.shape[1]
-        return y if w.bias is None else y + w.bias
+        if w.bias is not None:
+            y += w.bias
+        return y
 
     def multiply(self, x, weight, out):
         """out [rows, n] = x [rows, cols] times weight [cols, n], in safe tiles of rows."""

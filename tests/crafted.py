@@ -33,7 +33,7 @@ def entry(name, value):
     if isinstance(value, bool):
         return key(name, BOOL, bytes([value]))
     if isinstance(value, int):
-        return key(name, U32, struct.pack("<I", value))
+        return key(name, U32 if value >= 0 else I32_VALUE, struct.pack("<I", value % 2**32))
     if isinstance(value, float):
         return key(name, FLOAT32, struct.pack("<f", value))
     return key(name, STRING, string(value))

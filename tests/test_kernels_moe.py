@@ -63,9 +63,13 @@ def router_inputs(rng, name, rows):
     """Logits with many ties, one column more than there are experts, and the bias."""
     cfg = ROUTERS[name]
     logits = (np.round(rng.standard_normal((rows, cfg.n_experts + 1)) * 6) / 4).astype(np.float32)
-    logits[rows // 2] -= 0 if name in BIASED else 16  # sigmoids that nearly vanish
+    bias = None
+    if name in BIASED:
+        bias = rng.choice(np.float32([-0.25, 0, 0.125]), cfg.n_experts)
+        logits[:, :-1] += bias / 2  # sums of other probabilities and biases are not equal
+    else:
+        logits[rows // 2] -= 16  # sigmoids that nearly vanish
     logits[-1] = 0.25  # nothing but ties
-    bias = rng.choice(np.float32([-0.25, 0, 0.125]), cfg.n_experts) if name in BIASED else None
     slots = np.arange(rows, dtype=np.int32)
     slots[rows // 3::5] = -1 if rows > 1 else 0
     return cfg, logits, bias, SimpleNamespace(slots=slots)

@@ -176,6 +176,9 @@ BLOCK_THREADS = 256  # of every kernel that packs or multiplies matrices
 # Kernels for more than 16 rows: rows and columns of y that a block holds, and the groups of warps
 # that take parts of K in turn (see `BlockShape` in kernels.cu).
 SOME_ROWS, MANY_ROWS = ("linear_some", 32, 64, 2), ("linear_many", 64, 256, 1)
+# The same two ways for experts, of which many have few tokens; see linear_experts_8.
+EXPERT_THREADS, EXPERT_BLOCKS = 128, 6  # of a block, and blocks that a multiprocessor holds
+MOST_EXPERTS = 512  # that `route` can choose from
 
 
 def packing_of(tensor):
@@ -201,12 +204,23 @@ class RowBlock:
 
 @dataclass(frozen=True)
 class Matrix:
-    """A stack of row blocks [rows, cols] in device memory."""
-    blocks: tuple
-    weight_scale: Buffer  # f32 [rows], powers of two that multiply the product of a row
+    """A stack of row blocks [rows, cols] in device memory, or `count` of them, of experts."""
+    blocks: tuple  # each with the tiles of all experts, one after the other
+    weight_scale: Buffer  # f32 [count, rows], powers of two that multiply the product of a row
     bias: Buffer | None  # f32 [rows]
     rows: int
     cols: int
+    count: int
+
+
+@dataclass(frozen=True)
+class Routes:
+    """Which experts a token goes to and how much each counts, and the work that this makes."""
+    experts: Buffer  # int32 [rows, k], ascending, -1 for padding
+    weights: Buffer  # f32 [rows, k]
+    pairs: Buffer  # int32 [rows * k]: places in `experts`, sorted by expert
+    items: Buffer  # int32 [n, 4], see route_items in kernels.cu
+    tile: int  # most pairs of an item
 
 
 @dataclass(frozen=True)
@@ -243,6 +257,21 @@ def few_shares(blocks, total):
         return tiles
     nbytes = sum(b.packed.nbytes for b in blocks)
     return [min(n, max(1, total * b.packed.nbytes // nbytes)) for n, b in zip(tiles, blocks)]
+
+
+def staged_shares(blocks, height, columns, groups):
+    """Thread blocks of each row block and bytes of shared memory of a kernel for more rows."""
+    # Two steps of two chunks a group: words of x and of the tiles (F16 has its own way), then the
+    # totals that go from group to group.
+    words = max(0 if b.format == "F16" else PACKINGS[b.format][0] for b in blocks)
+    smem = 4 * groups * (128 * height + 8 * columns * words)
+    smem += 4 * height * columns if groups > 1 else 0
+    return [-(-b.rows // columns) for b in blocks], smem
+
+
+def tile_of(tokens):
+    """Most tokens of an item, by how many an expert has on average."""
+    return FEW_ROWS if tokens <= FEW_ROWS else SOME_ROWS[1]
 
 
 # ---- the backend -------------------------------------------------------------------------------
@@ -419,30 +448,44 @@ class Device:
         """Stack the row blocks `tensors`, each [rows, cols], with an optional bias [rows].
 
         Weights keep their format; one that has no kernel becomes F16. Neighbours of one format are
-        packed together.
+        packed together. Tensors [experts, rows, cols] give a stack for each expert.
         """
-        rows, cols = sum(t.shape[0] for t in tensors), tensors[0].shape[1]
+        stack = [tensor.parts() for tensor in tensors]
+        count, rows = len(stack[0]), sum(parts[0].shape[0] for parts in stack)
+        cols = tensors[0].shape[-1]
         if cols % 4:
             raise DeviceError(f"the CUDA kernels read four columns at a time, and a matrix of this "
                               f"model has {cols}: use --backend cpu")
-        weight_scale = self.alloc(4 * rows, "weights").view((rows,), np.float32)
+        weight_scale = self.alloc(4 * count * rows, "weights").view((count, rows), np.float32)
 
-        def block_of(tensor):  # the same for neighbours of one format that fill whole tiles
-            return packing_of(tensor), tensor.shape[0] % TILE_ROWS and id(tensor)
+        def block_of(parts):  # the same for neighbours of one format that fill whole tiles
+            return packing_of(parts[0]), parts[0].shape[0] % TILE_ROWS and id(parts)
 
         blocks, row = [], 0
-        for (format, _), members in itertools.groupby(tensors, block_of):
-            members, first = list(members), 0
-            packed = self.alloc(packed_bytes(format, sum(t.shape[0] for t in members), cols),
-                                "weights")
-            for tensor in members:
-                self.repack(tensor, packed.view((), offset=packed_bytes(format, first, cols)),
-                            weight_scale.view((), offset=4 * (row + first)))
-                first += tensor.shape[0]
-            blocks.append(RowBlock(packed, format, first))
-            row += first
+        for (format, _), members in itertools.groupby(stack, block_of):
+            members = list(members)
+            height = sum(parts[0].shape[0] for parts in members)
+            nbytes = packed_bytes(format, height, cols)
+            packed = self.alloc(count * nbytes, "weights")
+            for expert in range(count):
+                first = 0
+                for tensor in (parts[expert] for parts in members):
+                    at = expert * nbytes + packed_bytes(format, first, cols)
+                    self.repack(tensor, packed.view((), offset=at), weight_scale.view(
+                        (), offset=4 * (expert * rows + row + first)))
+                    first += tensor.shape[0]
+            blocks.append(RowBlock(packed, format, height))
+            row += height
         return Matrix(tuple(blocks), weight_scale, None if bias is None else self.vector(bias),
-                      rows, cols)
+                      rows, cols, count)
+
+    def experts(self, tensors):
+        """Stack the row blocks of `tensors`, each [experts, rows, cols], for each expert."""
+        count = tensors[0].shape[0]
+        if count > MOST_EXPERTS:
+            raise DeviceError(f"the CUDA kernels know at most {MOST_EXPERTS} experts a layer, this "
+                              f"model has {count}: use --backend cpu")
+        return self.matrix(tensors)
 
     def repack(self, tensor, packed, weight_scale):
         """Bring a tensor to the card in pieces, and into packed order there."""
@@ -574,7 +617,7 @@ class Device:
 
     def stored_bytes(self, tensor):
         """Bytes that a weight tensor takes on the card."""
-        return packed_bytes(packing_of(tensor), *tensor.shape)
+        return sum(packed_bytes(packing_of(part), *part.shape) for part in tensor.parts())
 
     def free_memory(self):
         """Bytes that the driver can still give."""
@@ -644,52 +687,61 @@ class Device:
     def linear(self, x, w, out=None):
         """y [rows, w.rows] f32 = x W^T (+ bias), in the Buffer `out` if there is one."""
         y = out or self.buffer("linear", (x.rows, w.rows), np.float32)
-        self.multiply(x, w, y, add=False)
+        self.multiply(x, w, y)
         return y
 
     def linear_add(self, x, w, h):
         """h += x W^T (+ bias), in place."""
         self.multiply(x, w, h, add=True)
 
-    def multiply(self, x, w, y, add):
-        """Choose a kernel by the number of rows. All of them give the same bits."""
+    def multiply(self, x, w, y, add=False, items=None):
+        """Choose a kernel by the number of rows. All of them give the same bits.
+
+        items: of experts, most tokens of an item, how many there are, and what the kernel takes.
+        """
         if not x.rows:  # a chunk of a prompt wants no logits
             return
+        tile, n_items, *rest = items or (None, 0)
         column = 0
         for i in range(0, len(w.blocks), STACK):
             blocks = w.blocks[i:i + STACK]
-            name, grid, shares, smem = self.linear_shape(x.rows, blocks)
+            name, grid, threads, shares, smem = (
+                self.experts_shape(tile, n_items, blocks) if items else
+                self.linear_shape(x.rows, blocks))
             absent = STACK - len(blocks)
-            self.launch(name, grid, BLOCK_THREADS, (
+            self.launch(name, grid, threads, (
                 x.data, x.scale, w.weight_scale.view((), offset=4 * column),
                 w.bias and w.bias.view((), offset=4 * column), y.view((), offset=4 * column),
                 x.rows, w.rows, chunks_of(w.cols), add,
                 *(b.packed for b in blocks), *(None,) * absent,
                 *(b.rows for b in blocks), *(0,) * absent, *shares, *(0,) * absent,
-                sum(FORMAT_NUMBERS[b.format] << 8 * j for j, b in enumerate(blocks))), smem)
+                sum(FORMAT_NUMBERS[b.format] << 8 * j for j, b in enumerate(blocks)), *rest), smem)
             column += sum(b.rows for b in blocks)
 
     def linear_shape(self, rows, blocks):
-        """Kernel, grid, thread blocks per row block and bytes of shared memory of a product with
-        `rows` rows of x."""
+        """Kernel, grid, threads of a block, thread blocks per row block and bytes of shared memory
+        of a product with `rows` rows of x."""
         if rows <= 16:
             name, room = "linear_few_8" if rows <= 8 else "linear_few_16", 2 * self.multiprocessors
             if rows <= 8 and sum(-(-b.rows // TILE_ROWS) for b in blocks) > room:
                 name, room = "linear_few_8_three", 3 * self.multiprocessors
             shares = few_shares(blocks, room)
-            return name, (sum(shares), 1, 1), shares, 0
-        shares_of = lambda columns: [-(-b.rows // columns) for b in blocks]
-        name, height, columns, groups = MANY_ROWS
+            return name, (sum(shares), 1, 1), BLOCK_THREADS, shares, 0
+        name, *shape = MANY_ROWS
+        shares, smem = staged_shares(blocks, *shape)
         enough = self.multiprocessors * 7 // 10
-        if rows <= 32 or -(-rows // height) * sum(shares_of(columns)) < enough:
-            name, height, columns, groups = SOME_ROWS
-        shares = shares_of(columns)
-        # Two steps of two chunks a group: words of x and of the tiles (F16 has its own way), then
-        # the totals that go from group to group.
-        words = max(0 if b.format == "F16" else PACKINGS[b.format][0] for b in blocks)
-        smem = 4 * groups * (128 * height + 8 * columns * words)
-        smem += 4 * height * columns if groups > 1 else 0
-        return name, (-(-rows // height), sum(shares), 1), shares, smem
+        if rows <= 32 or -(-rows // shape[0]) * sum(shares) < enough:
+            name, *shape = SOME_ROWS
+            shares, smem = staged_shares(blocks, *shape)
+        return name, (-(-rows // shape[0]), sum(shares), 1), BLOCK_THREADS, shares, smem
+
+    def experts_shape(self, tile, n_items, blocks):
+        """The same for `n_items` items of up to `tile` tokens that want one expert."""
+        if tile == FEW_ROWS:
+            shares = few_shares(blocks, EXPERT_BLOCKS * self.multiprocessors // n_items)
+            return "linear_experts_8", (sum(shares), n_items, 1), EXPERT_THREADS, shares, 0
+        shares, smem = staged_shares(blocks, *SOME_ROWS[1:])
+        return "linear_experts_some", (sum(shares), n_items, 1), BLOCK_THREADS, shares, smem
 
     def rope_angles(self, cfg, batch):
         """cos and sin f32 [rows, 2, rope_dim / 2] of position times the row's frequencies."""
@@ -770,6 +822,53 @@ class Device:
         self.launch("silu_mul", (rows, 1, 1), ROW_THREADS,
                     (gate_up, x.data, x.scale, cols, x.data.shape[1]))
         return x
+
+    def route(self, logits, bias, cfg, batch):
+        """Routes of each row of logits f32 [rows, n_experts or more], and the items they make."""
+        (rows, stride), n, k = logits.shape, cfg.n_experts, cfg.n_experts_used
+        n_pairs, tile = rows * k, tile_of(rows * k / n)
+        busy = min(n, n_pairs)  # with pairs; all but one of them may have a single one
+        routes = Routes(self.buffer("route_experts", (rows, k), np.int32),
+                        self.buffer("route_weights", (rows, k), np.float32),
+                        self.buffer("route_pairs", (n_pairs,), np.int32),
+                        self.buffer("route_items", (busy + (n_pairs - busy) // tile, 4), np.int32),
+                        tile)
+        self.launch("route", (rows, 1, 1), 32,
+                    (logits, bias, batch.slots, routes.experts, routes.weights, stride, n, k,
+                     cfg.router_sigmoid, cfg.router_norm, float(cfg.router_scale),
+                     cfg.router_groups, cfg.router_groups_used))
+        self.launch("route_items", (-(-n // 8), 1, 1), 256,
+                    (routes.experts, routes.pairs, routes.items, n_pairs, n, tile,
+                     routes.items.shape[0]))
+        return routes
+
+    def linear_experts(self, x, w, routes):
+        """y f32 [rows * k, w.rows] = for each row and each of its experts, x times its rows.
+
+        x has a row for each row, or for each of its k experts. Without an expert y is anything.
+        """
+        n_pairs = routes.pairs.shape[0]
+        y = self.buffer("linear_experts", (n_pairs, w.rows), np.float32)
+        self.multiply(x, w, y, items=(routes.tile, routes.items.shape[0], routes.items,
+                                      routes.pairs, n_pairs // x.rows, 1))
+        return y
+
+    def linear_heads(self, x, w):
+        """y f32 [rows, heads * w.rows] = row r * heads + h of x times the rows of head h."""
+        heads, rows = w.count, x.rows // w.count
+        y, tile = self.buffer("linear_heads", (x.rows, w.rows), np.float32), tile_of(rows)
+        self.multiply(x, w, y, items=(tile, heads * -(-rows // tile), None, None, 1, heads))
+        return y.view((rows, heads * w.rows))
+
+    def combine(self, y, routes, shared, logits, h):
+        """h f32 += what a row's experts gave, by weight, in index order, then the shared expert.
+
+        `shared` [rows, n_embd] or None counts sigmoid(last column of `logits`), or 1 without them.
+        """
+        rows, cols = h.shape
+        self.launch("combine", (-(-cols // 256), rows, 1), 256,
+                    (y, routes.experts, routes.weights, shared, logits, h, routes.experts.shape[1],
+                     cols, logits.shape[1] if logits else 0))
 
     def sample(self, logits, draws, batch):
         """(tokens int32, log probabilities f32) of one drawn token per row; see sampling.py.

@@ -409,19 +409,28 @@ struct Linear {
     Stack stack;
 };
 
+// The rows of x and of y that the tokens of a tile have. Here: their own. See also `ScatteredRows`.
+struct OwnRows {
+    static constexpr bool OWN = true;
+    DEVICE int y(int token) const { return token; }
+    DEVICE int x_of(int y_row) const { return y_row; }
+};
+
 // ---- few rows: the warps of a block take the parts of a tile in turn ---------------------------
 
 constexpr int FEW_WARPS = 8;
 constexpr int FEW_STRIDE = 20;  // floats of a token's 16 sums in shared memory: no bank conflicts
-constexpr int FEW_SUMS = FEW_WARPS * 16 * FEW_STRIDE;
+template <int WARPS>
+constexpr int FEW_SUMS = WARPS * 16 * FEW_STRIDE;
 
 // The tiles place.index, place.index + place.blocks, ... of a row block. The loads of a warp run
 // ahead of its products by one part, across tiles too.
-template <int FORMAT, int TOKEN_TILES, int BLOCKS>
-DEVICE void linear_few(const Product& product, const Place& place, float (&sums)[2][FEW_SUMS]) {
+template <int FORMAT, int TOKEN_TILES, int BLOCKS, int WARPS, typename Rows>
+DEVICE void linear_few(const Product& product, const Place& place, const Rows& rows,
+                       float (&sums)[2][FEW_SUMS<WARPS>]) {
     using P = Packed<FORMAT>;
     constexpr int TOKENS = 8 * TOKEN_TILES;
-    constexpr int WINDOW = FEW_SUMS / (TOKENS * FEW_STRIDE);  // part sums that wait to be added
+    constexpr int WINDOW = FEW_SUMS<WARPS> / (TOKENS * FEW_STRIDE);  // part sums that wait to be added
     // Chunks loaded in advance, as many as there are registers for.
     constexpr int AHEAD =
         P::WORDS > 8 ? 1 : P::WORDS == 8 || (FORMAT == Q5_K && BLOCKS > 2) ? 2 : 4;
@@ -439,7 +448,8 @@ DEVICE void linear_few(const Product& product, const Place& place, float (&sums)
 
     const uint4* x[TOKEN_TILES];  // past the end: the last token again, its results are dropped
     for (int n = 0; n < TOKEN_TILES; n++)
-        x[n] = product.x + piece_of(min(8 * n + g, product.rows - 1), 0, t, chunks);
+        x[n] = product.x +
+               piece_of(rows.x_of(rows.y(min(8 * n + g, product.rows - 1))), 0, t, chunks);
     unsigned words[AHEAD][P::WORDS], scales[P::SCALE_WORDS], next_scales[P::SCALE_WORDS];
     uint4 b[TOKENS_AHEAD][TOKEN_TILES][2];
     const auto load_weights = [&](const uint8_t* tile, int part, int c) {
@@ -464,14 +474,16 @@ DEVICE void linear_few(const Product& product, const Place& place, float (&sums)
     // Thread 16 i + r adds up token i and row r.
     const int token = threadIdx.x / TILE_ROWS;
     const bool inside = token < min(TOKENS, product.rows);
+    const int y_row = rows.y(token);
     for (int index = place.index; index < tiles; index += place.blocks) {
         const int row = index * TILE_ROWS + threadIdx.x % TILE_ROWS, column = place.column + row;
         const bool mine = inside && row < place.rows;
-        float* to = product.y + int64_t(token) * product.columns + column;
+        float* to = product.y + int64_t(y_row) * product.columns + column;
         const float row_scale = load_if(mine, product.weight_scale + column, 0.0f);
         float token_scale, bias, before, total = 0.0f;
         const auto load_rest = [&] {
-            token_scale = load_if(mine && product.x_scale, product.x_scale + token, 1.0f);
+            const int x_row = rows.x_of(y_row);
+            token_scale = load_if(mine && product.x_scale, product.x_scale + x_row, 1.0f);
             bias = load_if(mine && product.bias, product.bias + column, 0.0f);
             before = load_if(mine && product.add, to, 0.0f);
         };
@@ -479,11 +491,11 @@ DEVICE void linear_few(const Product& product, const Place& place, float (&sums)
         for (int window = 0; window < parts; window += WINDOW) {
             float* window_sums = sums[windows++ & 1];
             const int window_parts = min(WINDOW, parts - window);
-            for (int part = window + warp; part < window + window_parts; part += FEW_WARPS) {
+            for (int part = window + warp; part < window + window_parts; part += WARPS) {
                 // What this warp takes next; parts: nothing.
-                const bool same_tile = part + FEW_WARPS < parts;
+                const bool same_tile = part + WARPS < parts;
                 const uint8_t* next_tile = same_tile ? tile : tile + place.blocks * tile_bytes;
-                const int next = same_tile                      ? part + FEW_WARPS
+                const int next = same_tile                      ? part + WARPS
                                  : index + place.blocks < tiles ? warp
                                                                 : parts;
                 for (int i = 0; i < P::SCALE_WORDS; i++) scales[i] = next_scales[i];
@@ -531,11 +543,12 @@ DEVICE void linear_few(const Product& product, const Place& place, float (&sums)
 
 template <int TOKEN_TILES, int BLOCKS>
 DEVICE void linear_tiles(const Linear& work) {
-    __shared__ float sums[2][FEW_SUMS];
+    __shared__ float sums[2][FEW_SUMS<FEW_WARPS>];
     let_successor_start();
     const Place place = place_in(work.stack, blockIdx.x);
     with_format(place.format, [&](auto format) {
-        linear_few<decltype(format)::VALUE, TOKEN_TILES, BLOCKS>(work.product, place, sums);
+        linear_few<decltype(format)::VALUE, TOKEN_TILES, BLOCKS, FEW_WARPS>(
+            work.product, place, OwnRows(), sums);
     });
 }
 
@@ -600,9 +613,9 @@ struct BlockShape {
     static constexpr int TOKEN_BYTES = 8 * TOKEN_TILES * CHUNK * 2;
 };
 
-template <int FORMAT, typename Shape>
-DEVICE void linear_staged(const Product& product, const Place& place, int first_token,
-                          uint8_t* shared) {
+template <int FORMAT, typename Shape, typename Rows>
+DEVICE void linear_staged(const Product& product, const Place& place, const Rows& rows,
+                          int first_token, uint8_t* shared) {
     using P = Packed<FORMAT>;
     constexpr int ROW_TILES = Shape::ROW_TILES, TOKEN_TILES = Shape::TOKEN_TILES,
                   GROUPS = Shape::GROUPS, STEP = Shape::STEP, SLOTS = 2 * STEP;
@@ -634,9 +647,14 @@ DEVICE void linear_staged(const Product& product, const Place& place, int first_
     const int thread = threadIdx.x - group * GROUP_THREADS;
     unsigned copied[COPIES];  // what this thread copies of x, in pieces
     for (int i = 0; i < COPIES; i++) {  // past the end: the last tokens again, dropped later
-        const int piece = thread + i * GROUP_THREADS;
-        const int token = min(first_token + piece / CHUNK_PIECES * 8, (product.rows - 1) / 8 * 8);
-        copied[i] = piece_of(token, 0, piece % CHUNK_PIECES, chunks);
+        const int piece = thread + i * GROUP_THREADS, tile = piece / CHUNK_PIECES * 8;
+        if constexpr (Rows::OWN) {
+            const int token = min(first_token + tile, (product.rows - 1) / 8 * 8);
+            copied[i] = piece_of(token, 0, piece % CHUNK_PIECES, chunks);
+        } else {
+            copied[i] = piece_of(rows.x_of(rows.y(tile + lane / 4)), 0, lane % 4, chunks) +
+                        piece % CHUNK_PIECES / 32 * (CHUNK_PIECES / 2);
+        }
     }
     const auto fetch = [&](int part, int c) {
         const unsigned slot = c % SLOTS * SLOT_BYTES;
@@ -759,9 +777,10 @@ DEVICE void linear_staged(const Product& product, const Place& place, int first_
         for (int i = 0; i < 2; i++) {
             const int token = first_token + 8 * n + 2 * t + i;
             const bool inside = token < product.rows;
-            to[i] = inside ? product.y + int64_t(token) * product.columns + column : nullptr;
+            const int y_row = rows.y(token);
+            to[i] = inside ? product.y + int64_t(y_row) * product.columns + column : nullptr;
             token_scale[i] =
-                inside ? load_if(product.x_scale, product.x_scale + token, 1.0f) : 0.0f;
+                inside ? load_if(product.x_scale, product.x_scale + rows.x_of(y_row), 1.0f) : 0.0f;
             for (int r = 0; r < 2 * ROW_TILES; r++)
                 before[i][r] = load_if(inside && real[r] && product.add, to[i] + 8 * r, 0.0f);
         }
@@ -781,7 +800,7 @@ DEVICE void linear_block(const Linear& work) {
     const Place place = place_in(work.stack, blockIdx.y);
     with_format(place.format, [&](auto format) {
         linear_staged<decltype(format)::VALUE, Shape>(
-            work.product, place, blockIdx.x * 8 * Shape::TOKEN_TILES, shared);
+            work.product, place, OwnRows(), blockIdx.x * 8 * Shape::TOKEN_TILES, shared);
     });
 }
 
@@ -2076,4 +2095,198 @@ sample(const float* logits, const SampleRow* draws, Adjustment* adjustments, int
         last_tokens[slots[logit_rows[blockIdx.x]]] = max(token, 0);
         if (adjustment != nullptr && token >= 0) adjustment[token].count++;
     }
+}
+
+// ---------------------------------------------------------------------------------------------
+// Mixtures of experts. A pair is a token and one of its experts; an item of work is up to 8 or 32
+// pairs of one expert, as many as a tile of a matrix product has tokens.
+// ---------------------------------------------------------------------------------------------
+
+constexpr int LANE_EXPERTS = 16, MOST_EXPERTS = 32 * LANE_EXPERTS;
+constexpr float SMALLEST_SUM = 6.1e-5f;
+
+// experts and weights [rows, k]: the k best of a row's n_experts logits by probability + bias (or
+// null), ascending, and their share. Ranks are ordered as the scores: 0 is no expert, 1 one whose
+// group is left out. Rows with slot < 0 get -1 and 0.
+// PRECOND: grid (rows), 32 threads; k <= n_experts <= min(stride, 512); n_groups <= 32, of equal
+// size and of two experts or more. One warp holds a row, lane l the experts l, l + 32, ...
+KERNEL __launch_bounds__(32)
+route(const float* logits, const float* bias, const int* slots, int* experts, float* weights,
+      int stride, int n_experts, int k, int sigmoid, int norm, float scale, int n_groups,
+      int n_groups_used) {
+    follow_predecessor();
+    __shared__ float scores[MOST_EXPERTS];
+    const int row = blockIdx.x, lane = threadIdx.x;
+    float p[LANE_EXPERTS], largest = -INFINITY, sum = 0.0f;
+    for (int i = 0; i < LANE_EXPERTS; i++) {
+        const int expert = 32 * i + lane;
+        p[i] = expert < n_experts ? logits[int64_t(row) * stride + expert] : -INFINITY;
+        largest = fmaxf(largest, p[i]);
+    }
+    largest = warp_max(largest);
+    for (int i = 0; i < LANE_EXPERTS; i++)
+        sum += p[i] = sigmoid ? 1.0f / (1.0f + expf(-p[i])) : expf(p[i] - largest);
+    sum = sigmoid ? 1.0f : warp_sum(sum);
+
+    unsigned rank[LANE_EXPERTS], chosen = 0;  // bit i: expert 32 i + lane
+    for (int i = 0; i < LANE_EXPERTS; i++) {
+        const int expert = 32 * i + lane;
+        p[i] /= sum;
+        scores[expert] = bias && expert < n_experts ? p[i] + bias[expert] : p[i];
+        rank[i] = expert < n_experts ? float_rank(scores[expert]) : 0;
+    }
+    if (n_groups > 1) {  // lane g holds group g
+        __syncwarp();
+        const int size = n_experts / n_groups;
+        float best = -INFINITY, second = -INFINITY;
+        for (int i = lane * size; lane < n_groups && i < (lane + 1) * size; i++) {
+            second = fmaxf(second, fminf(best, scores[i]));
+            best = fmaxf(best, scores[i]);
+        }
+        const float mine = sigmoid ? best + second : best;
+        int better = 0;
+        for (int g = 0; g < n_groups; g++) {
+            const float other = __shfl_sync(ALL_LANES, mine, g);
+            better += other > mine || (other == mine && g < lane);
+        }
+        const unsigned kept = __ballot_sync(ALL_LANES, better < n_groups_used);
+        for (int i = 0; i < LANE_EXPERTS; i++)
+            if (rank[i] && !(kept >> (32 * i + lane) / size & 1)) rank[i] = 1;
+    }
+    for (int n = 0; n < k; n++) {
+        unsigned best = 0, expert = MOST_EXPERTS;
+        for (int i = 0; i < LANE_EXPERTS; i++) best = max(best, rank[i]);
+        best = __reduce_max_sync(ALL_LANES, best);
+        for (int i = LANE_EXPERTS - 1; i >= 0; i--)
+            if (rank[i] == best) expert = 32 * i + lane;
+        expert = __reduce_min_sync(ALL_LANES, expert);
+        for (int i = 0; i < LANE_EXPERTS; i++)
+            if (32 * i + lane == expert) rank[i] = 0, chosen |= 1u << i;
+    }
+    sum = 0.0f;
+    for (int i = 0; i < LANE_EXPERTS; i++) sum += chosen >> i & 1 ? p[i] : 0.0f;
+    sum = norm ? fmaxf(warp_sum(sum), SMALLEST_SUM) : 1.0f;
+    const bool real = slots[row] >= 0;
+    for (int i = 0, first = row * k; i < LANE_EXPERTS; i++) {
+        const unsigned all = __ballot_sync(ALL_LANES, chosen >> i & 1);
+        const int at = first + __popc(all & ((1u << lane) - 1));
+        if (chosen >> i & 1) {
+            experts[at] = real ? 32 * i + lane : -1;
+            weights[at] = real ? p[i] / sum * scale : 0.0f;
+        }
+        first += __popc(all);
+    }
+}
+
+// The pairs sorted by expert, and the items: (expert, its first place in pairs, how many, 0).
+// PRECOND: grid (ceil(n_experts / 8)), 256 threads; n_items is what the worst spread needs, items
+// without need have no pairs. A block counts all pairs; a warp lists those of its expert.
+KERNEL route_items(const int* experts, int* pairs, int4* items, int n_pairs, int n_experts,
+                   int tile, int n_items) {
+    follow_predecessor();
+    __shared__ int counts[MOST_EXPERTS];
+    const int lane = threadIdx.x & 31, expert = blockIdx.x * 8 + (threadIdx.x >> 5);
+    for (int e = threadIdx.x; e < MOST_EXPERTS; e += blockDim.x) counts[e] = 0;
+    __syncthreads();
+    for (int pair = threadIdx.x; pair < n_pairs; pair += blockDim.x)
+        if (experts[pair] >= 0) atomicAdd(&counts[experts[pair]], 1);
+    __syncthreads();
+    if (expert >= n_experts) return;
+    const auto items_of = [&](int e) { return (counts[e] + tile - 1) / tile; };
+    int first = 0, item = 0;
+    for (int e = lane; e < expert; e += 32) first += counts[e], item += items_of(e);
+    first = __reduce_add_sync(ALL_LANES, first);
+    item = __reduce_add_sync(ALL_LANES, item);
+    const int end = expert + 1 < n_experts ? item + items_of(expert) : n_items;
+    for (int i = lane; item + i < end; i += 32)
+        items[item + i] = {expert, first + i * tile, max(0, min(tile, counts[expert] - i * tile)),
+                           0};
+#pragma unroll 4
+    for (int at = 0; at < n_pairs; at += 32) {
+        const int pair = at + lane;
+        const bool mine = pair < n_pairs && experts[pair] == expert;
+        const unsigned all = __ballot_sync(ALL_LANES, mine);
+        if (mine) pairs[first + __popc(all & ((1u << lane) - 1))] = pair;
+        first += __popc(all);
+    }
+}
+
+// The tokens of an item, by their rows of y; `per_x` neighbours of these share a row of x.
+struct ScatteredRows {
+    static constexpr bool OWN = false;
+    const int* pairs;  // that the item's tokens are, or null: every step-th row
+    int first, step, last, per_x;
+    DEVICE int y(int token) const {  // past the end: the last token again
+        const int at = first + min(token, last) * step;
+        return pairs ? pairs[at] : at;
+    }
+    DEVICE int x_of(int y_row) const { return y_row / per_x; }
+};
+
+struct LinearExperts {
+    Linear linear;      // each expert's tiles and scales lie behind those of the one before
+    const int4* items;  // or null: each token wants all `heads`, row by row of x
+    const int* pairs;
+    Int per_x, heads;   // heads: 1 with items
+};
+
+// Calls body(Is<FORMAT>, product, place, rows) for the item blockIdx.y, if it has tokens.
+template <int TOKENS, typename Body>
+DEVICE void with_item(const LinearExperts& work, Body body) {
+    wait_for_predecessor();
+    Product product = work.linear.product;
+    const int head = blockIdx.y % work.heads, token = blockIdx.y / work.heads * TOKENS;
+    int4 item = {head, token * work.heads + head, min(TOKENS, product.rows / work.heads - token),
+                 0};
+    if (work.items) item = work.items[blockIdx.y];
+    if (item.z == 0) return;
+    product.rows.value = item.z;
+    product.weight_scale += int64_t(item.x) * product.columns;
+    Place place = place_in(work.linear.stack, blockIdx.x);
+    with_format(place.format, [&](auto format) {
+        const int tiles = (place.rows + TILE_ROWS - 1) / TILE_ROWS;
+        place.packed += Packed<decltype(format)::VALUE>::tile_bytes(product.chunks) * tiles * item.x;
+        body(format, product, place,
+             ScatteredRows{work.pairs, item.y, work.heads, item.z - 1, work.per_x});
+    });
+}
+
+// y [pairs, columns] = x [pairs / per_x, K] times the rows of the pair's expert, or with heads
+// y [tokens, heads, columns] of x [tokens, heads, K]. Items of <= 8 tokens.
+// PRECOND: grid (sum of blocks, items), 128 threads. As linear_few_8 with four warps a block: K of
+// an expert is short (3 parts of 768), and warps without a part would idle.
+constexpr int EXPERT_WARPS = 4;
+KERNEL __launch_bounds__(32 * EXPERT_WARPS, 6)
+linear_experts_8(const __grid_constant__ LinearExperts work) {
+    __shared__ float sums[2][FEW_SUMS<EXPERT_WARPS>];
+    let_successor_start();
+    with_item<8>(work, [&](auto format, const Product& product, const Place& place, auto rows) {
+        linear_few<decltype(format)::VALUE, 1, 6, EXPERT_WARPS>(product, place, rows, sums);
+    });
+}
+
+// The same with items of <= 32 tokens. PRECOND: grid (sum of blocks, items), as linear_some.
+KERNEL __launch_bounds__(SomeRows::THREADS, 2)
+linear_experts_some(const __grid_constant__ LinearExperts work) {
+    extern __shared__ __align__(128) uint8_t shared[];
+    with_item<32>(work, [&](auto format, const Product& product, const Place& place, auto rows) {
+        linear_staged<decltype(format)::VALUE, SomeRows>(product, place, rows, 0, shared);
+    });
+}
+
+// h [rows, cols] += weight * y of a row's k pairs in order, from zero, then shared * gate.
+// shared [rows, cols] or null; gate: sigmoid of the last of n_logits logits, or 1 if those are null.
+// PRECOND: grid (ceil(cols / 256), rows), 256 threads. Moves 4 (k + 3) cols bytes a row.
+KERNEL combine(const float* y, const int* experts, const float* weights, const float* shared,
+               const float* logits, float* h, int k, int cols, int n_logits) {
+    follow_predecessor();
+    const int column = blockIdx.x * blockDim.x + threadIdx.x, row = blockIdx.y;
+    if (column >= cols) return;
+    float total = 0.0f;
+#pragma unroll 4
+    for (int pair = row * k; pair < row * k + k; pair++)
+        if (experts[pair] >= 0) total += weights[pair] * y[int64_t(pair) * cols + column];
+    const int64_t at = int64_t(row) * cols + column, gate = int64_t(row + 1) * n_logits - 1;
+    if (shared) total += logits ? shared[at] / (1.0f + expf(-logits[gate])) : shared[at];
+    h[at] += total;
 }

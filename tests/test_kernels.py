@@ -16,7 +16,7 @@ import reference
 import sampling
 from errors import DeviceError
 from kv import PAGE, Batch
-from model import Config
+from model import Config, Tensor
 
 
 @pytest.fixture(scope="module")
@@ -403,7 +403,7 @@ def random_tensor(rng, kind, rows, cols, name="w"):
         data = quants.quantize((rng.standard_normal((rows, cols)) * 2.0 ** octaves).astype(
             np.float32), GGMLQuantizationType[kind])
     raw = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
-    return SimpleNamespace(name=name, type=GGMLQuantizationType[kind], shape=(rows, cols), data=raw)
+    return Tensor(name, GGMLQuantizationType[kind], (rows, cols), raw)
 
 
 def weights_of(tensor):

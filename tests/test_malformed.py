@@ -293,7 +293,7 @@ CASES = {
     "recurrent layers only": (hybrid("attention.recurrent_layers", [1, 1, 1]), "not all can be"),
     "recurrent layers as a number": (hybrid("attention.recurrent_layers", 1), "of type ndarray"),
     "the other layer recurrent": (
-        hybrid("attention.recurrent_layers", [0, 1, 0]), "blk.0.attn_qkv.weight' must have shape"),
+        hybrid("attention.recurrent_layers", [0, 1, 0]), "blk.0.attn_q_norm.*is missing"),
     "an interval of 0": (hybrid("full_attention_interval", 0), "must lie in 1"),
     "no decay": (hybrid("blk.0.ssm_a"), "ssm_a'.*is missing"),
     "no gate of the output": (hybrid("blk.0.attn_gate.weight"), "attn_gate.weight'.*is missing"),

@@ -10,7 +10,8 @@ import hashlib
 import itertools
 import math
 import struct
-from dataclasses import dataclass
+import weakref
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -165,6 +166,8 @@ WIDEST_HEAD = 128  # for which there are wide tiles
 SEGMENT = 256  # positions under one running softmax
 PARTS_LIMIT = 1 << 28  # bytes of scratch for segments that wait to be merged
 ROW_THREADS = 1024  # of the kernels that hold a row in a block
+DELTA_DIM = 128  # values of a head in the gated delta net
+DELTA_BLOCKS, DELTA_THREADS = 8, 64  # that share the columns of such a head's state
 
 # How kernels.cu holds weights of a format (see `Packed` there), in the order of enum WeightFormat:
 # 32-bit words of a lane for a chunk, bytes of scales of a 16-row tile for a part.
@@ -248,6 +251,25 @@ class Pages:
         return [self.data.view((self.page_bytes,), np.uint8,
                                (layer * self.n_pages + page) * self.page_bytes)
                 for page in pages for layer in range(self.n_layers)]
+
+
+@dataclass(frozen=True)
+class States:
+    """Recurrent state f32 [slot, layer, .]: first S [v head, d of v, d of k], then the ring of
+    `ring` records of `record_values` values; see States in reference.py."""
+    data: Buffer
+    ring: int
+    record_values: int
+    saves: list = field(default_factory=list)  # pinned blocks of one slot's size that nobody holds
+
+    @property
+    def nbytes(self):
+        return self.data.nbytes
+
+    def of(self, slot):
+        """The state of `slot` in all layers, as a Buffer of bytes."""
+        size = self.nbytes // self.data.shape[0]
+        return self.data.view((size,), np.uint8, slot * size)
 
 
 def few_shares(blocks, total):
@@ -523,6 +545,20 @@ class Device:
         data = self.alloc(n_pages * PAGE * cfg.kv_bytes_per_token(kv_format), "kv")
         call("cuMemsetD8Async", data.ptr, 0, max(data.nbytes, 16), self.stream)
         return Pages(data, cfg.n_layers, n_pages, kv_format)
+
+    def states(self, cfg, n_states, pending):
+        """Zeroed recurrent state of `n_states` slots; a step leaves at most `pending` tokens
+        pending. Raises DeviceError."""
+        heads, dim = cfg.delta_v_heads, cfg.delta_dim
+        if dim != DELTA_DIM or heads % 2:
+            raise DeviceError(f"the CUDA kernels take delta nets with an even number of heads of "
+                              f"{DELTA_DIM} values, not {heads} of {dim}: use --backend cpu")
+        ring = max(2 * pending, pending + cfg.conv_width - 1)
+        record = 2 * cfg.delta_channels - cfg.delta_k_heads * dim + 2 * heads
+        shape = n_states, cfg.n_state_layers, heads * dim * dim + ring * record
+        data = self.alloc(4 * math.prod(shape), "states").view(shape, np.float32)
+        call("cuMemsetD8Async", data.ptr, 0, max(data.nbytes, 16), self.stream)
+        return States(data, ring, record)
 
     def tile_tokens(self, cfg):
         """Most rows of one attention tile: consecutive tokens of a sequence. Raises DeviceError."""
@@ -815,6 +851,41 @@ class Device:
         room = self.multiprocessors * ATTENTION_BLOCKS[cfg.head_dim] // (tiles * cfg.n_kv_heads)
         return 1 if segments * segment_bytes > PARTS_LIMIT else max(1, min(room, segments))
 
+    def delta_conv(self, u, mixer, cfg, layer, kv, batch):
+        """c f32 [rows, delta_channels + 2 H_v] = q | k | v | beta | decay of u f32 [rows, .]."""
+        rows, heads = u.shape[0], 2 * cfg.delta_k_heads + cfg.delta_v_heads
+        cols = cfg.delta_channels + 2 * cfg.delta_v_heads
+        c = self.buffer("delta_conv", (rows, cols), np.float32)
+        self.launch("delta_conv", (rows, -(-heads // 4), 1), 128,
+                    self.delta_net(u, mixer, c, None, cfg, layer, kv, batch))
+        return c
+
+    def delta_rule(self, u, c, cfg, layer, kv, batch):
+        """o f32 [rows, H_v d] = S^T q; the states take pending tokens, and rows if they commit."""
+        o = self.buffer("delta_rule", (u.shape[0], cfg.delta_v_heads * DELTA_DIM), np.float32)
+        blocks = cfg.delta_v_heads * DELTA_BLOCKS
+        self.launch("delta_rule", (blocks, batch.spans.shape[0], 1), DELTA_THREADS,
+                    self.delta_net(u, None, c, o, cfg, layer, kv, batch))
+        return o
+
+    def delta_net(self, u, mixer, c, o, cfg, layer, kv, batch):
+        """struct DeltaNet of kernels.cu."""
+        _, n_layers, values = kv.states.data.shape
+        weights = (mixer.conv, mixer.dt, mixer.decay) if mixer else (None,) * 3
+        return (u, *weights, c, o, kv.states.data.view((), offset=4 * layer * values),
+                batch.spans, batch.slots, batch.positions, cfg.delta_k_heads, cfg.delta_v_heads,
+                cfg.delta_grouped, cfg.conv_width, kv.states.ring, u.shape[1], c.shape[1],
+                kv.states.record_values, n_layers * values, float(cfg.rms_eps))
+
+    def delta_norm(self, o, u, norm, cfg):
+        """x [rows, H_v d] = rmsnorm of each head of o, times silu(z) with z in u behind v."""
+        rows, cols = o.shape
+        x = self.activations("delta_norm", rows, cols)
+        self.launch("delta_norm", (rows, 1, 1), ROW_THREADS,
+                    (o, u.view((), offset=4 * cfg.delta_channels), norm, x.data, x.scale, cols,
+                     u.shape[1], float(cfg.rms_eps)))
+        return x
+
     def silu_mul(self, gate_up):
         """x [rows, F] = silu(gate) * up of gate_up f32 [rows, 2F], gate first."""
         rows, cols = gate_up.shape[0], gate_up.shape[1] // 2
@@ -901,3 +972,21 @@ class Device:
         for block in kv.blocks(pages):
             self.write(block, data[at:at + block.nbytes])
             at += block.nbytes
+
+    def save_state(self, kv, slot):
+        """The recurrent state of `slot` as bytes, for load_state of the same backend.
+
+        The copy runs in stream order: the bytes are there after the next synchronize(), and must
+        not be written to. They lie in pinned memory, used again once nobody holds the array.
+        """
+        state, free = kv.states.of(slot), kv.states.saves
+        if not free:
+            free.append(int(self.open("cuMemAllocHost", state.nbytes, undo="cuMemFreeHost")))
+        address = free.pop()
+        raw = (ctypes.c_uint8 * state.nbytes).from_address(address)
+        weakref.finalize(raw, free.append, address)
+        call("cuMemcpyDtoHAsync", address, state.ptr, state.nbytes, self.stream)
+        return np.frombuffer(raw, np.uint8)
+
+    def load_state(self, kv, slot, data):
+        self.write(kv.states.of(slot), data)

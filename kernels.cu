@@ -2289,4 +2289,203 @@ KERNEL combine(const float* y, const int* experts, const float* weights, const f
     const int64_t at = int64_t(row) * cols + column, gate = int64_t(row + 1) * n_logits - 1;
     if (shared) total += logits ? shared[at] / (1.0f + expf(-logits[gate])) : shared[at];
     h[at] += total;
+// Gated delta net: S f32 [d of k, d of v] per v head, one token after the other. A token's update
+// is the same arithmetic wherever it happens: as a row of 1 or of 512, or later as a pending token.
+// In memory S is transposed, [v head][d of v][d of k]: a column is contiguous.
+// ---------------------------------------------------------------------------------------------
+
+constexpr int DELTA_DIM = 128;  // values of a head of q, k and v
+
+// What delta_conv and delta_rule work on. See reference.States for the slots and their records.
+struct DeltaNet {
+    const float* u;                  // [rows, .]: q | k | v | z | beta | alpha
+    const float *conv, *dt, *decay;  // [channels, width], [v heads], [v heads]
+    float* c;                        // [rows, .]: q | k | v | beta | decay
+    float* o;                        // [rows, v heads, DELTA_DIM]
+    float* states;                   // of this layer in slot 0
+    const int *spans, *slots, *positions;
+    Int k_heads, v_heads, grouped, width, ring;
+    Int u_values, c_values, record_values, slot_values;  // of a row, a record, a slot's layers
+    float eps;
+
+    DEVICE int channels() const { return (2 * k_heads + v_heads) * DELTA_DIM; }
+    DEVICE const float* u_row(int row) const { return u + int64_t(row) * u_values; }
+    DEVICE float* c_row(int row) const { return c + int64_t(row) * c_values; }
+    DEVICE float* state(int slot) const { return states + int64_t(slot) * slot_values; }
+    DEVICE float* record(int slot, int position) const {
+        return state(slot) + v_heads * DELTA_DIM * DELTA_DIM + position % ring * record_values;
+    }
+};
+
+DEVICE float sigmoid(float x) { return __fdividef(1.0f, 1.0f + __expf(-x)); }
+
+// c = q | k | v | beta | decay of every row: silu of the causal convolution of u, q and k brought to
+// length 1 per head, q divided by sqrt(d); beta = sigmoid, decay = exp(decay softplus(alpha + dt)).
+// PRECOND: grid (rows, ceil((2 H_k + H_v) / 4)), 128 threads; the rows of a slot lie together.
+// One warp holds one head, for v with its beta and decay. Reads u `width` times, mostly from L2.
+KERNEL delta_conv(const __grid_constant__ DeltaNet work) {
+    follow_predecessor();
+    const int row = blockIdx.x, lane = threadIdx.x & 31, head = blockIdx.y * 4 + threadIdx.x / 32;
+    const int v_head = head - 2 * work.k_heads, at = head * DELTA_DIM + lane;
+    if (v_head >= work.v_heads) return;
+    const int slot = work.slots[row], position = work.positions[row];
+    float x[DELTA_DIM / 32] = {}, squares = 0.0f;
+#pragma unroll 4
+    for (int back = work.width - 1; back >= 0; back--) {
+        const float* from = nullptr;
+        if (back == 0 || (slot >= 0 && row >= back && work.slots[row - back] == slot))
+            from = work.u_row(row - back);
+        else if (slot >= 0 && position >= back)
+            from = work.record(slot, position - back);
+        const float* weight = work.conv + work.width - 1 - back;
+        for (int i = 0; from && i < DELTA_DIM / 32; i++)
+            x[i] = fmaf(from[at + 32 * i], weight[(at + 32 * i) * work.width], x[i]);
+    }
+    for (float& value : x) value = silu(value), squares = fmaf(value, value, squares);
+    const float length = sqrtf(warp_sum(squares) + work.eps);
+    const float q_scale = head < work.k_heads ? rsqrtf(DELTA_DIM) : 1.0f;
+    const float factor = v_head >= 0 ? 1.0f : q_scale / length;
+    float* c = work.c_row(row);
+    for (int i = 0; i < DELTA_DIM / 32; i++) c[at + 32 * i] = x[i] * factor;
+    if (v_head < 0 || lane > 0) return;
+    const float* gates = work.u_row(row) + work.u_values - 2 * work.v_heads + v_head;
+    const float alpha = gates[work.v_heads] + work.dt[v_head];
+    const float softplus = fmaxf(alpha, 0.0f) + log1pf(expf(-fabsf(alpha)));
+    c += work.channels() + v_head;
+    c[0] = sigmoid(gates[0]);
+    c[work.v_heads] = expf(work.decay[v_head] * softplus);
+}
+
+// A lane holds 16 values of k of two columns of S: 4 from 4 part on, of each 32. Eight lanes share
+// a column; part = lane / 4.
+constexpr int DELTA_VALUES = 16, DELTA_COLUMNS = 2, DELTA_WARP_COLUMNS = 8, DELTA_THREADS = 64;
+
+DEVICE void load_part(float (&x)[DELTA_VALUES], const float* from) {
+    for (int i = 0; i < DELTA_VALUES; i += 4)
+        *reinterpret_cast<float4*>(x + i) = *reinterpret_cast<const float4*>(from + 8 * i);
+}
+DEVICE float part_product(const float (&a)[DELTA_VALUES], const float (&b)[DELTA_VALUES]) {
+    float even = 0.0f, odd = 0.0f;  // two chains: a product waits for the one before it
+    for (int i = 0; i < DELTA_VALUES; i += 2)
+        even = fmaf(a[i], b[i], even), odd = fmaf(a[i + 1], b[i + 1], odd);
+    return __fadd_rn(even, odd);
+}
+DEVICE float sum_of_parts(float x) {
+    for (int o = 4; o < 32; o *= 2) x = __fadd_rn(x, __shfl_xor_sync(ALL_LANES, x, o));
+    return x;
+}
+
+// What a lane needs of a token.
+struct DeltaToken {
+    float k[DELTA_VALUES], q[DELTA_VALUES];
+    float2 v;
+    float beta, decay;
+};
+
+// Per span and v head: S takes the pending tokens from their records, is stored, takes the rows and
+// gives each its o = S^T q; a span that commits stores S again. Rows of one that does not become
+// records, of the others only the u that the next convolution looks back at.
+// PRECOND: grid (H_v * 8, spans), 64 threads; spans int32 (first row, rows, slot, position, pending,
+// commits); pending + rows that do not commit <= ring.
+// One warp holds 8 columns of S in registers and reads them once. The last span comes first: the
+// prompts stand there, and take longest.
+KERNEL __launch_bounds__(DELTA_THREADS, 8) delta_rule(const __grid_constant__ DeltaNet work) {
+    follow_predecessor();
+    constexpr int HEAD_BLOCKS = DELTA_DIM / (DELTA_THREADS / 32 * DELTA_WARP_COLUMNS);
+    const int* span = work.spans + 6 * (gridDim.y - 1 - blockIdx.y);
+    const int first = span[0], rows = span[1], slot = span[2], position = span[3],
+              pending = span[4], commits = span[5];
+    const int lane = threadIdx.x & 31, part = lane / 4, head = blockIdx.x / HEAD_BLOCKS;
+    const int k_head = work.grouped ? head / (work.v_heads / work.k_heads) : head % work.k_heads;
+    const int column = (blockIdx.x % HEAD_BLOCKS * (DELTA_THREADS / 32) + threadIdx.x / 32) *
+                           DELTA_WARP_COLUMNS + lane % 4 * DELTA_COLUMNS;
+    const int n_k = work.k_heads * DELTA_DIM, n_v = work.v_heads * DELTA_DIM;
+    const int at_k = k_head * DELTA_DIM + 4 * part, at_v = head * DELTA_DIM + column;
+    float* o = work.o + int64_t(first) * n_v + at_v;
+    auto store_o = [&](int row, float2 x) {
+        if (part == 0) *reinterpret_cast<float2*>(o + row * n_v) = x;
+    };
+    if (slot < 0) {
+        for (int row = 0; row < rows; row++) store_o(row, make_float2(0.0f, 0.0f));
+        return;
+    }
+    float* state = work.state(slot) + at_v * DELTA_DIM + 4 * part;
+    float s[DELTA_COLUMNS][DELTA_VALUES] = {};
+    for (int j = 0; position > pending && j < DELTA_COLUMNS; j++)
+        load_part(s[j], state + j * DELTA_DIM);
+    auto store_state = [&] {
+        for (int j = 0; j < DELTA_COLUMNS; j++)
+            for (int i = 0; i < DELTA_VALUES; i += 4)
+                *reinterpret_cast<float4*>(state + j * DELTA_DIM + 8 * i) =
+                    *reinterpret_cast<const float4*>(s[j] + i);
+    };
+    // The token `t` rows behind the first one. Behind q the same lies in c and in a record, which
+    // has something else for q, whose product nobody wants.
+    const float* c = work.c_row(first);
+    auto load_token = [&](int t) {
+        const float* q = t < 0 ? work.record(slot, position + t) + work.channels() - n_k
+                               : c + t * work.c_values;
+        const float *k = q + n_k, *v = k + n_k, *gates = v + n_v + head;
+        DeltaToken token;
+        load_part(token.q, q + at_k);
+        load_part(token.k, k + at_k);
+        token.v = *reinterpret_cast<const float2*>(v + at_v);
+        token.beta = gates[0], token.decay = gates[work.v_heads];
+        return token;
+    };
+
+    DeltaToken next = load_token(-pending);
+    float out[DELTA_COLUMNS] = {};  // this lane's part of o of the row before: added up with the
+#pragma unroll 2                    // next products, since a sum over lanes is a long wait
+    for (int t = -pending; t < rows; t++) {
+        const DeltaToken token = next;
+        next = load_token(min(t + 1, rows - 1));
+        float known[DELTA_COLUMNS];  // what S holds under k: S^T k
+        for (int j = 0; j < DELTA_COLUMNS; j++) known[j] = part_product(s[j], token.k);
+        for (float& x : known) x = sum_of_parts(x);
+        for (float& x : out) x = sum_of_parts(x);
+        if (t > 0) store_o(t - 1, make_float2(out[0], out[1]));
+        for (int j = 0; j < DELTA_COLUMNS; j++) {
+            const float delta = __fmul_rn(
+                token.beta, fmaf(-token.decay, known[j], j == 0 ? token.v.x : token.v.y));
+            for (int i = 0; i < DELTA_VALUES; i++)
+                s[j][i] = fmaf(token.k[i], delta, __fmul_rn(token.decay, s[j][i]));
+            out[j] = part_product(s[j], token.q);
+        }
+        if (t == -1 && !commits) store_state();
+    }
+    for (float& x : out) x = sum_of_parts(x);
+    store_o(rows - 1, make_float2(out[0], out[1]));
+    if (commits) store_state();
+
+    const int kept = commits ? min(rows, work.width - 1) : rows;
+    const int channels = work.channels(), values = commits ? channels : work.record_values;
+    for (int i = blockIdx.x * DELTA_THREADS + threadIdx.x; i < kept * values;
+         i += gridDim.x * DELTA_THREADS) {
+        const int row = rows - kept + i / values, at = i % values;
+        work.record(slot, position + row)[at] =
+            at < channels ? work.u_row(first + row)[at]
+                          : c[row * work.c_values + at - channels + n_k];
+    }
+}
+
+// x[r] = rmsnorm of each head of o, times norm and silu(z): o f32 [rows, cols], z in rows of u that
+// are u_stride long -> x f16 [rows, stride], scale.
+// PRECOND: grid (rows), 1024 threads; cols = stride = whole heads of DELTA_DIM.
+// One block holds one row, one warp a head; both are computed twice, as in silu_mul.
+KERNEL delta_norm(const float* o, const float* z, const float* norm, uint4* x, float* scale,
+                  int cols, int u_stride, float eps) {
+    follow_predecessor();
+    o += int64_t(blockIdx.x) * cols;
+    z += int64_t(blockIdx.x) * u_stride;
+    auto values = [=](int i) {
+        const float4 a = *reinterpret_cast<const float4*>(o + i);
+        const float4 gate = *reinterpret_cast<const float4*>(z + i);
+        const float4 w = *reinterpret_cast<const float4*>(norm + i % DELTA_DIM);
+        const float squares = warp_sum((a.x * a.x + a.y * a.y) + (a.z * a.z + a.w * a.w));
+        const float inverse = rsqrtf(squares / DELTA_DIM + eps);
+        return make_float4(a.x * inverse * w.x * silu(gate.x), a.y * inverse * w.y * silu(gate.y),
+                           a.z * inverse * w.z * silu(gate.z), a.w * inverse * w.w * silu(gate.w));
+    };
+    store_scaled_row(values, largest_in_row(values, cols), cols, cols, x, scale);
 }

@@ -2289,6 +2289,9 @@ KERNEL combine(const float* y, const int* experts, const float* weights, const f
     const int64_t at = int64_t(row) * cols + column, gate = int64_t(row + 1) * n_logits - 1;
     if (shared) total += logits ? shared[at] / (1.0f + expf(-logits[gate])) : shared[at];
     h[at] += total;
+}
+
+// ---------------------------------------------------------------------------------------------
 // Gated delta net: S f32 [d of k, d of v] per v head, one token after the other. A token's update
 // is the same arithmetic wherever it happens: as a row of 1 or of 512, or later as a pending token.
 // In memory S is transposed, [v head][d of v][d of k]: a column is contiguous.

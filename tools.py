@@ -433,7 +433,8 @@ class ShownOps:
             result = op(*args, **options)
             value = args[-1] if result is None else result  # ops without result change h, the last
             value = getattr(value, "weights", value)  # of experts
-            self.buffers.append((name, self.layer, self.ops.download(value).copy()))
+            value = self.ops.download(value)
+            self.buffers.append((name, self.layer, value.reshape(len(value), -1).copy()))
             return result
         return shown
 

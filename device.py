@@ -158,10 +158,12 @@ STACK = 4  # row blocks that one launch of linear takes
 STAGING_BYTES = 32 << 20  # weights on their way to the card
 KV_FORMATS = {"f32": 0, "f16": 1, "q8": 2}  # as kernels.cu counts them
 Q8_BLOCK = 32  # values along head_dim that share an f16 scale
-# Head sizes of the tensor-core attention kernels, and how many of their blocks a multiprocessor
-# holds.
-ATTENTION_BLOCKS = {64: 4, 96: 4, 128: 4, 256: 3}
+# Values of K and of V in a head, for which there are tensor-core attention kernels, and how many of
+# their blocks a multiprocessor holds. The last two are latent: K holds V.
+ATTENTION_BLOCKS = {(64, 64): 4, (80, 80): 4, (96, 96): 4, (128, 128): 4, (192, 192): 3,
+                    (256, 256): 3, (320, 256): 2, (576, 512): 1}
 ATTENTION_ROWS = 16  # (token, query head) pairs of one attention tile; twice that in a wide one
+ATTENTION_THREADS, LATENT_THREADS = 128, 256  # of a block
 WIDEST_HEAD = 128  # for which there are wide tiles
 SEGMENT = 256  # positions under one running softmax
 PARTS_LIMIT = 1 << 28  # bytes of scratch for segments that wait to be merged
@@ -230,12 +232,14 @@ class Routes:
 class Pages:
     """KV storage [layer, page, kv head, K|V, PAGE, head_dim]; q8 has its scales behind each block.
 
-    Pages start as zeros and are only written by rope_kv and copy_page: they never hold NaN.
+    Latent attention stores K alone, whose first values are V. Pages start as zeros and are only
+    written by rope_kv, rope_latent and copy_page: they never hold NaN.
     """
     data: Buffer
-    n_layers: int
+    n_layers: int  # that hold KV
     n_pages: int
     format: str
+    states: object = None  # of recurrent layers
 
     @property
     def nbytes(self):
@@ -270,6 +274,18 @@ class States:
         """The state of `slot` in all layers, as a Buffer of bytes."""
         size = self.nbytes // self.data.shape[0]
         return self.data.view((size,), np.uint8, slot * size)
+
+
+def attention_problem(cfg, kv_format):
+    """Why no attention kernel fits this model, in one line, or None. Latent attention takes any
+    number of query heads: those of one token may fill several tiles."""
+    if cfg.n_heads > cfg.n_kv_heads * ATTENTION_ROWS and not cfg.latent:
+        return f"{cfg.n_heads} query heads share {cfg.n_kv_heads} KV heads: use --backend cpu"
+    if ((cfg.head_dim, cfg.value_dim) not in ATTENTION_BLOCKS
+            and not (kv_format == "f32" and cfg.head_dim in range(32, 257, 32))):
+        return f"no kernel for heads of {cfg.head_dim} values: use --backend cpu"
+    if kv_format == "q8" and cfg.head_dim % Q8_BLOCK:
+        return f"no q8 kernel for heads of {cfg.head_dim} values: use --kv f16"
 
 
 def few_shares(blocks, total):
@@ -531,20 +547,18 @@ class Device:
     def vector(self, array):
         return self.upload(np.asarray(array, np.float32), "weights")
 
-    def pages(self, cfg, n_pages, kv_format):
-        """Zeroed storage for `n_pages` pages of all layers. Raises DeviceError."""
-        fits = (cfg.head_dim in ATTENTION_BLOCKS if kv_format != "f32" else
-                cfg.head_dim % Q8_BLOCK == 0 and cfg.head_dim <= 256)
-        if not fits:
-            raise DeviceError(
-                f"the CUDA kernels have no attention for heads of {cfg.head_dim} values; they "
-                f"have {', '.join(map(str, ATTENTION_BLOCKS))}: use --backend cpu")
-        self.tile_tokens(cfg)  # raises if the group is too large
+    def pages(self, cfg, n_pages, kv_format, n_states=0, pending=1):
+        """Zeroed storage for `n_pages` pages of all layers, with `states` for the recurrent layers
+        of `n_states` sequences. Raises DeviceError."""
+        problem = attention_problem(cfg, kv_format)
+        if problem:
+            raise DeviceError(problem)
         for key in [key for key in self.scratch if key[0] == "repack"]:  # the weights are there
             self.free(self.scratch.pop(key))
         data = self.alloc(n_pages * PAGE * cfg.kv_bytes_per_token(kv_format), "kv")
         call("cuMemsetD8Async", data.ptr, 0, max(data.nbytes, 16), self.stream)
-        return Pages(data, cfg.n_layers, n_pages, kv_format)
+        states = self.states(cfg, n_states, pending) if cfg.n_state_layers else None
+        return Pages(data, cfg.n_kv_layers, n_pages, kv_format, states)
 
     def states(self, cfg, n_states, pending):
         """Zeroed recurrent state of `n_states` slots; a step leaves at most `pending` tokens
@@ -561,12 +575,9 @@ class Device:
         return States(data, ring, record)
 
     def tile_tokens(self, cfg):
-        """Most rows of one attention tile: consecutive tokens of a sequence. Raises DeviceError."""
-        group = cfg.n_heads // cfg.n_kv_heads
-        if group > ATTENTION_ROWS:
-            raise DeviceError(f"the CUDA kernels share a KV head among at most {ATTENTION_ROWS} "
-                              f"query heads, this model among {group}: use --backend cpu")
-        return ATTENTION_ROWS * (2 if cfg.head_dim <= WIDEST_HEAD else 1) // group
+        """Most rows of one attention tile: consecutive tokens of a sequence."""
+        tile_rows = ATTENTION_ROWS * (2 if cfg.head_dim <= WIDEST_HEAD else 1)
+        return max(1, tile_rows // (cfg.n_heads // cfg.n_kv_heads))
 
     # ---- steps: upload, run, fetch -----------------------------------------------------------
 
@@ -713,11 +724,35 @@ class Device:
         return h
 
     def rmsnorm(self, h, weight, eps, rows=None):
-        """x = h / sqrt(mean(h^2) + eps) * weight of h f32 [., cols]: all rows, or int32 `rows`."""
-        cols = h.shape[1]
+        """x = h / sqrt(mean(h^2) + eps) * weight of h f32 [., cols]: all rows, or int32 `rows`.
+
+        cols = len(weight); h may have more columns.
+        """
+        cols = weight.shape[0]
         x = self.activations("rmsnorm", (h if rows is None else rows).shape[0], cols)
         self.launch("rmsnorm", (x.rows, 1, 1), ROW_THREADS,
-                    (h, weight, rows, x.data, x.scale, cols, x.data.shape[1], float(eps)))
+                    (h, weight, rows, x.data, x.scale, cols, h.shape[1], x.data.shape[1],
+                     float(eps)))
+        return x
+
+    def rmsnorm_f32(self, h, weight, eps, rows=None):
+        """The same as f32 [n, cols]: not the input of a matrix product."""
+        n, cols = (h if rows is None else rows).shape[0], weight.shape[0]
+        out = self.buffer("rmsnorm_f32", (n, cols), np.float32)
+        self.launch("rmsnorm_f32", (n, 1, 1), ROW_THREADS,
+                    (h, weight, rows, out, cols, h.shape[1], float(eps)))
+        return out
+
+    def scale_rows(self, values, heads=1, pitch=None, width=None):
+        """x [rows * heads, width]: `heads` pieces, `pitch` apart, of each row of f32 `values`.
+
+        By default the whole row is one piece. What a matrix product takes.
+        """
+        rows, cols = values.shape
+        x = self.activations("scale_rows", rows * heads, width or cols)
+        stride = x.data.shape[1]
+        self.launch("scale_rows", (x.rows, 1, 1), min(ROW_THREADS, stride // 4),
+                    (values, x.data, x.scale, cols, heads, pitch or cols, x.cols, stride))
         return x
 
     def linear(self, x, w, out=None):
@@ -794,61 +829,86 @@ class Device:
     def rope_kv(self, qkv, angles, q_norm, k_norm, cfg, layer, kv, batch):
         """Split qkv f32 [rows, (heads + 2 kv heads) head_dim], norm and rotate q and k, store K, V.
 
-        Returns q [rows, heads * head_dim], f16, or f32 with f32 KV. Rows with a negative slot store
-        nothing.
+        Returns q [rows, heads * head_dim], f16, or f32 with f32 KV. With cfg.q_gated each q is
+        followed by a gate of its size, see sigmoid_gate. Rows with a negative slot store nothing.
         """
         rows, heads = qkv.shape[0], cfg.n_heads + 2 * cfg.n_kv_heads
-        assert qkv.shape[1] == heads * cfg.head_dim
-        q = self.buffer("rope_kv", (rows, cfg.n_heads * cfg.head_dim),
-                        np.float32 if kv.format == "f32" else np.float16)
+        assert qkv.shape[1] == (heads + cfg.n_heads * cfg.q_gated) * cfg.head_dim
+        q = self.queries(rows, cfg, kv)
         self.launch("rope_kv", (rows, -(-heads // 4), 1), 128,
                     (qkv, angles, q_norm, k_norm, q, kv.data, batch.page_table, batch.slots,
                      batch.positions, layer, kv.n_pages, batch.page_table.shape[1], cfg.n_heads,
                      cfg.n_kv_heads, cfg.head_dim, cfg.rope_dim, int(cfg.rope_neox),
-                     KV_FORMATS[kv.format], float(cfg.rms_eps)))
+                     int(cfg.q_gated), KV_FORMATS[kv.format], float(cfg.rms_eps)))
         return q
 
+    def queries(self, rows, cfg, kv):
+        """Scratch for q [rows, heads * head_dim]."""
+        return self.buffer("queries", (rows, cfg.n_heads * cfg.head_dim),
+                           np.float32 if kv.format == "f32" else np.float16)
+
+    def rope_latent(self, content, q, kv_a, angles, kv_norm, cfg, layer, kv, batch):
+        """Queries and key of latent attention, whose key holds the value: rank = cfg.value_dim.
+
+        Returns q [rows, heads * head_dim], f16, or f32 with f32 KV: the `rank` values of a head in
+        `content`, then the rotated last rope_dim of the key_dim values of a head in `q`. Stores as
+        K the last head_dim columns of kv_a: `rank` values, normed, then rope_dim, rotated. Columns
+        of q after the heads and of kv_a before the last head_dim are not read. All f32.
+        """
+        rows, heads = content.shape[0], cfg.n_heads
+        out = self.queries(rows, cfg, kv)
+        self.launch("rope_latent", (rows, -(-(heads + 1) // 4), 1), 128,
+                    (content, q, kv_a, angles, kv_norm, out, kv.data, batch.page_table, batch.slots,
+                     batch.positions, layer, kv.n_pages, batch.page_table.shape[1], heads,
+                     q.shape[1], cfg.key_dim, kv_a.shape[1], cfg.value_dim, cfg.rope_dim,
+                     int(cfg.rope_neox), KV_FORMATS[kv.format], float(cfg.rms_eps)))
+        return out
+
     def attention(self, q, cfg, layer, kv, batch):
-        """x [rows, heads * head_dim] = softmax(q K^T * attn_scale) V over positions 0..own."""
-        heads, dim, (rows, cols) = cfg.n_heads, cfg.head_dim, q.shape
-        assert cols == heads * dim
+        """x [rows, heads * head_dim] = softmax(q K^T * attn_scale) V over positions 0..own.
+
+        With cfg.latent x is [rows * heads, value_dim]: each head goes into its own product.
+        """
+        heads, dim, width, rows = cfg.n_heads, cfg.head_dim, cfg.value_dim, q.shape[0]
+        assert q.shape[1] == heads * dim
+        row_heads = 1 if cfg.latent else heads  # of a row of x
+        x_rows, cols = rows * heads // row_heads, row_heads * width
         max_pages = batch.page_table.shape[1]
         scale = cfg.attn_scale * math.log2(math.e)  # the kernels take powers of two
         if kv.format == "f32":
-            values = self.buffer("attention_f32", (rows, cols), np.float32)
+            values = self.buffer("attention_f32", (x_rows, cols), np.float32)
             self.launch("attention_f32", (rows, heads, 1), 32,
                         (q, values, kv.data, batch.page_table, batch.positions, batch.slots, layer,
-                         kv.n_pages, max_pages, cfg.n_kv_heads, dim, scale))
-            x = self.activations("attention_f32_scale", rows, cols)
-            self.launch("attention_f32_scale", (rows, 1, 1), ROW_THREADS,
-                        (values, x.data, x.scale, cols, x.data.shape[1]))
-            return x
+                         kv.n_pages, max_pages, cfg.n_kv_heads, dim, width, scale))
+            return self.scale_rows(values)
         # Weights add up to one and V is f16: the result needs no row scale. The columns that pad
         # it are never written: scratch starts as zeros, and each width has its own.
-        out = self.buffer(f"attention_{cols}", (padded(rows, 8), padded(cols, 128)), np.float16)
+        out = self.buffer(f"attention_{cols}", (padded(x_rows, 8), padded(cols, 128)), np.float16)
         segments = -(-max_pages * PAGE // SEGMENT)
         tiles = batch.tiles.shape[0]
-        splits = self.attention_splits(cfg, tiles, segments, 4 * rows * cols)
+        blocks = -(-heads // ATTENTION_ROWS) if cfg.latent else cfg.n_kv_heads  # of a tile
+        splits = self.attention_splits(cfg, tiles * blocks, segments, 4 * x_rows * cols)
         parts = (None, None) if splits == 1 else (
-            self.buffer("attention_values", (rows, cols * segments), np.float32),
+            self.buffer("attention_values", (rows, heads * width * segments), np.float32),
             self.buffer("attention_states", (rows, heads * segments, 2), np.float32))
         wide = "_wide" if rows > tiles and dim <= WIDEST_HEAD else ""  # a prompt: whole tiles
-        self.launch(f"attention_{kv.format}_{dim}{wide}",
-                    (tiles, cfg.n_kv_heads, splits), 128,
+        self.launch(f"attention_{kv.format}_{dim}{wide}", (tiles, blocks, splits),
+                    LATENT_THREADS if cfg.latent else ATTENTION_THREADS,
                     (q, out, *parts, kv.data, batch.page_table, batch.tiles, layer, kv.n_pages,
                      max_pages, segments, heads, cfg.n_kv_heads, out.shape[1], scale))
         if splits > 1:
-            self.launch("attention_merge", (rows, heads, 1), dim,
-                        (*parts, out, batch.positions, batch.slots, segments, out.shape[1]))
-        return Activations(out, None, rows, cols)
+            self.launch("attention_merge", (rows, heads, 1), padded(width, 32),
+                        (*parts, out, batch.positions, batch.slots, segments, out.shape[1], width,
+                         row_heads))
+        return Activations(out, None, x_rows, cols)
 
-    def attention_splits(self, cfg, tiles, segments, segment_bytes):
-        """Over how many blocks to spread the segments of a tile: as many as the card holds at once.
+    def attention_splits(self, cfg, blocks, segments, segment_bytes):
+        """Over how many to spread the segments of each of `blocks`: as many as the card holds.
 
         It is fixed when a graph is captured, so it looks at what the page table can hold. It moves
         no bits: the segments of a row are merged in index order either way.
         """
-        room = self.multiprocessors * ATTENTION_BLOCKS[cfg.head_dim] // (tiles * cfg.n_kv_heads)
+        room = self.multiprocessors * ATTENTION_BLOCKS[cfg.head_dim, cfg.value_dim] // blocks
         return 1 if segments * segment_bytes > PARTS_LIMIT else max(1, min(room, segments))
 
     def delta_conv(self, u, mixer, cfg, layer, kv, batch):
@@ -884,6 +944,13 @@ class Device:
         self.launch("delta_norm", (rows, 1, 1), ROW_THREADS,
                     (o, u.view((), offset=4 * cfg.delta_channels), norm, x.data, x.scale, cols,
                      u.shape[1], float(cfg.rms_eps)))
+
+    def sigmoid_gate(self, x, qkv, cfg):
+        """x [rows, heads * head_dim], in place, times the sigmoid of the gates in qkv, see rope_kv.
+        """
+        stride = x.data.shape[1]
+        self.launch("sigmoid_gate", (x.rows, -(-x.cols // 1024), 1), 128,
+                    (x.data, qkv, x.cols, stride, qkv.shape[1], cfg.head_dim))
         return x
 
     def silu_mul(self, gate_up):

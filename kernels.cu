@@ -1075,10 +1075,11 @@ __host__ __device__ constexpr int kv_block_bytes(int format, int head_dim) {
                               : PAGE * head_dim + PAGE * (head_dim / Q8_BLOCK) * 2;
 }
 
-// Byte offset of the K block (V follows it) in storage [layer][page][kv head][K|V][block].
+// Byte offset of the K block in storage [layer][page][kv head][K|V][block]. V follows it, except in
+// latent attention, where V is the first values of K.
 DEVICE int64_t kv_offset(int layer, int n_pages, int page, int n_kv_heads, int head,
-                         int block_bytes) {
-    return ((int64_t(layer) * n_pages + page) * n_kv_heads + head) * 2 * block_bytes;
+                         int block_bytes, bool latent = false) {
+    return ((int64_t(layer) * n_pages + page) * n_kv_heads + head) * (latent ? 1 : 2) * block_bytes;
 }
 
 // Sum and largest value over a block of at most 1024 threads, the same in every thread. Whole
@@ -1123,13 +1124,11 @@ __device__ void store_scaled_row(Values values, float largest, int cols, int str
     }
 }
 
-// x[r] = h[rows[r]] / sqrt(mean(h^2) + eps) * w: h f32 [., cols] -> x f16 [n, stride], scale [n].
-// PRECOND: grid (n), 1024 threads; rows null = 0..n-1; cols % 4 = 0; stride = cols up to 128s.
-// One block holds one row. Moves 4 cols + 2 stride bytes a row (the second read hits the cache).
-KERNEL rmsnorm(const float* h, const float* w, const int* rows, uint4* x, float* scale, int cols,
-               int stride, float eps) {
-    follow_predecessor();
-    h += int64_t(rows ? rows[blockIdx.x] : blockIdx.x) * cols;
+// finish(values, largest): the row h[rows[blockIdx.x]] / sqrt(mean(h^2) + eps) * w.
+template <typename Finish>
+__device__ void normalise_row(const float* h, const float* w, const int* rows, int cols, int pitch,
+                              float eps, Finish finish) {
+    h += int64_t(rows ? rows[blockIdx.x] : blockIdx.x) * pitch;
     auto weighted = [=](int i, float factor) {
         const float4 a = *reinterpret_cast<const float4*>(h + i);
         const float4 b = *reinterpret_cast<const float4*>(w + i);
@@ -1145,8 +1144,20 @@ KERNEL rmsnorm(const float* h, const float* w, const int* rows, uint4* x, float*
     }
     const float2 all = block_sum_and_max(sum, largest);
     const float inverse = rsqrtf(all.x / cols + eps);
-    store_scaled_row([=](int i) { return weighted(i, inverse); }, all.y * inverse, cols, stride, x,
-                     scale);
+    finish([=](int i) { return weighted(i, inverse); }, all.y * inverse);
+}
+
+// x[r] = h[rows[r]] / sqrt(mean(h^2) + eps) * w: h f32 [., pitch], of which the first cols count
+// -> x f16 [n, stride], scale [n].
+// PRECOND: grid (n), 1024 threads; rows null = 0..n-1; cols, pitch % 4 = 0; stride = cols up to
+// 128s. One block holds one row. Moves 4 cols + 2 stride bytes a row (the second read hits the
+// cache).
+KERNEL rmsnorm(const float* h, const float* w, const int* rows, uint4* x, float* scale, int cols,
+               int pitch, int stride, float eps) {
+    follow_predecessor();
+    normalise_row(h, w, rows, cols, pitch, eps, [=](auto values, float largest) {
+        store_scaled_row(values, largest, cols, stride, x, scale);
+    });
 }
 
 // angles[r] = cos | sin of positions[r] * frequencies[rope_sets[r]], times magnitude.
@@ -1187,14 +1198,32 @@ DEVICE void store_kv(char* block, int format, int head_dim, int token, int d, fl
         reinterpret_cast<__half*>(block + PAGE * head_dim)[at / Q8_BLOCK] = scale;
 }
 
+// Stores a query's value: f16, or f32 where KV is.
+DEVICE void store_query(void* q, int format, int64_t at, float x) {
+    if (format == KV_F32)
+        static_cast<float*>(q)[at] = x;
+    else
+        static_cast<__half*>(q)[at] = __float2half_rn(fminf(fmaxf(x, -F16_LARGEST), F16_LARGEST));
+}
+
+// Value d of x once its pair is turned by the angle whose cosines | sines are at `angles`.
+DEVICE float rotated(const float* x, int d, const float* angles, int pairs, int neox) {
+    const bool first = neox ? d < pairs : d % 2 == 0;
+    const int pair = neox ? d % pairs : d / 2, distance = neox ? pairs : 1;
+    const float turned = x[first ? d + distance : d - distance] * angles[pairs + pair];
+    return x[d] * angles[pair] + (first ? -turned : turned);
+}
+
 // qkv f32 [rows, (H + 2 H_kv) D] -> q [rows, H D] f16 (f32 if KV is f32), K and V into their pages.
 // q and k: RMSNorm over the head where norm vectors are given, then rotation of rope_dim values.
-// PRECOND: grid (rows, ceil((H + 2 H_kv) / 4)), 128 threads; D <= 256 in whole blocks of 32.
+// Gated: D gates follow each head of q; they are left to sigmoid_gate.
+// PRECOND: grid (rows, ceil((H + 2 H_kv) / 4)), 128 threads; D <= 256, for q8 in blocks of 32.
 // One warp holds one head. Moves each value once; rows with slot < 0 write no K and V.
 KERNEL rope_kv(const float* qkv, const float* angles, const float* q_norm, const float* k_norm,
                void* q, char* pages, const int* page_table, const int* slots,
                const int* positions, int layer, int n_pages, int max_pages, int n_heads,
-               int n_kv_heads, int head_dim, int rope_dim, int neox, int format, float eps) {
+               int n_kv_heads, int head_dim, int rope_dim, int neox, int gated, int format,
+               float eps) {
     follow_predecessor();
     __shared__ float heads[4][Q8_BLOCK * MOST_BLOCKS];
     const int row = blockIdx.x, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
@@ -1206,7 +1235,8 @@ KERNEL rope_kv(const float* qkv, const float* angles, const float* q_norm, const
                          ? -1
                          : page_table[int64_t(slot) * max_pages + position / PAGE];
     const float* norm = is_v ? nullptr : is_q ? q_norm : k_norm;
-    qkv += (int64_t(row) * (n_heads + 2 * n_kv_heads) + head) * head_dim;
+    const int gates = gated * n_heads, pieces = n_heads + gates + 2 * n_kv_heads;
+    qkv += (int64_t(row) * pieces + head + min(head * gated, gates)) * head_dim;
     float x[MOST_BLOCKS], gain[MOST_BLOCKS], sum = 0.0f;
     for (int i = 0; i < MOST_BLOCKS; i++) {
         const int d = 32 * i + lane;
@@ -1226,25 +1256,15 @@ KERNEL rope_kv(const float* qkv, const float* angles, const float* q_norm, const
     char* block = pages + kv_offset(layer, n_pages, page, n_kv_heads, kv_head, bytes);
     block += is_v ? bytes : 0;
     angles += int64_t(row) * rope_dim;
-    const int pairs = rope_dim / 2;
 #pragma unroll
     for (int i = 0; i < MOST_BLOCKS; i++) {
         const int d = 32 * i + lane;
         if (d >= head_dim) break;
-        float value = x[i];
-        if (!is_v && d < rope_dim) {
-            const bool first = neox ? d < pairs : d % 2 == 0;
-            const int pair = neox ? d % pairs : d / 2, distance = neox ? pairs : 1;
-            const float turned =
-                heads[warp][first ? d + distance : d - distance] * angles[pairs + pair];
-            value = value * angles[pair] + (first ? -turned : turned);
-        }
-        const int64_t at = (int64_t(row) * n_heads + head) * head_dim + d;
-        if (is_q && format == KV_F32)
-            static_cast<float*>(q)[at] = value;
-        else if (is_q)
-            static_cast<__half*>(q)[at] =
-                __float2half_rn(fminf(fmaxf(value, -F16_LARGEST), F16_LARGEST));
+        const float value = is_v || d >= rope_dim
+                                ? x[i]
+                                : rotated(heads[warp], d, angles, rope_dim / 2, neox);
+        if (is_q)
+            store_query(q, format, (int64_t(row) * n_heads + head) * head_dim + d, value);
         else if (page >= 0)
             store_kv(block, format, head_dim, position % PAGE, d, value);
     }
@@ -1292,12 +1312,13 @@ KERNEL copy_page(char* pages, int n_pages, int page_bytes, int source, int targe
 //   score(key) = q . k in one accumulator, head_dim ascending 16 at a time
 //   m_i = max(m_i-1, scores of page i * scale), p = f16(2^(score * scale - m_i)), masked: 0
 //   o   = o * 2^(m_i-1 - m_i) + P V, keys ascending 16 at a time;  l is one more column, V = 1
-// The four warps of a block take a page each for the scores, 32 or 64 columns each for the values.
+// The four warps of a block take a page each for the scores, 32 or 64 columns each for the values;
+// the eight of latent attention half a page each.
 // Fragments come straight from global memory in 8- and 16-byte pieces: which keys and columns sit
 // in which slot of an mma is free as long as both operands agree, so nothing has to be transposed.
 
 constexpr int SEGMENT_PAGES = 4;
-constexpr int ATTENTION_WARPS = SEGMENT_PAGES;
+constexpr int ATTENTION_WARPS = SEGMENT_PAGES, LATENT_WARPS = 2 * SEGMENT_PAGES;
 constexpr unsigned HALF_ONES = 0x3c003c00u;
 
 // 2^x to 22 bits, 0 for -inf. One instruction everywhere: it must give the same bits everywhere.
@@ -1400,62 +1421,78 @@ struct Attention {
     float scale;
 };
 
-// out = softmax(q K^T * scale) V, rows of all tiles: q f16 [rows, H HD] -> f16 [rows, stride].
+// out = softmax(q K^T * scale) V, rows of all tiles: q f16 [rows, H KW] -> f16 [rows, stride]. A
+// head has KW values of K and VW of V. VW < KW: latent attention; V is the beginning of K, H_kv is
+// one, and out is [rows H, stride].
 // PRECOND: grid (tiles, H_kv, splits), 128 threads; tiles int32 (first row, rows, slot, position);
-// rows of a tile * H / H_kv <= 16 TILES; scale = attn_scale * log2(e).
+// rows of a tile * H / H_kv <= 16 TILES; scale = attn_scale * log2(e). Latent: grid (tiles,
+// ceil(H / 16), splits), 256 threads, and a tile has one row where H > 16.
 // Block z holds segments z, z + splits, ... With one split it folds them; with more it stores each
-// in part_values f32 [rows, H, max_segments, HD] and part_states (m, l) for attention_merge.
+// in part_values f32 [rows, H, max_segments, VW] and part_states (m, l) for attention_merge.
 // Reads K and V of a tile's context once; thread (g, t) of a warp holds rows g, g + 8 of a product.
-template <bool Q8, int HD, int TILES>
+template <bool Q8, int KW, int VW, int TILES>
 DEVICE void attention_tile(const Attention& work) {
-    constexpr int COLUMNS = HD <= 128 ? 32 : 64;   // of the values, per warp
-    constexpr int NEIGHBOURS = COLUMNS / 8;        // columns whose V a thread loads
-    constexpr int STEPS = PAGE / 16;               // mma steps over the keys of a page
+    constexpr bool LATENT = VW < KW;
+    constexpr int WARPS = LATENT ? LATENT_WARPS : ATTENTION_WARPS;
+    constexpr int PAGE_WARPS = WARPS / SEGMENT_PAGES;      // which share the scores of a page
+    constexpr int KEYS = PAGE / PAGE_WARPS;                // of a warp
+    constexpr int COLUMNS = VW <= 32 * WARPS ? 32 : 64;    // of the values, per warp
+    constexpr int NEIGHBOURS = COLUMNS / 8;                // columns whose V a thread loads
+    constexpr int STEPS = PAGE / 16;                       // mma steps over the keys of a page
+    constexpr int PIECES = (KW + 31) / 32;                 // of K and q; the last may be half
     // Pieces of 32 head dims whose K is on its way, and steps whose V is: as registers permit.
-    constexpr int LINE = HD % 64 == 0 && TILES == 1 ? 2 : 1;
-    constexpr int AHEAD = TILES > 1 ? 1 : HD == 128 ? 4 : 2;
+    constexpr int LINE = KW % 64 == 0 && TILES == 1 ? 2 : 1;
+    constexpr int AHEAD = TILES > 1 ? 1 : KW == 128 ? 4 : 2;
     constexpr int ROWS = 16 * TILES;
     using Key = Values<Q8, 8>;
     using Value = Values<Q8, NEIGHBOURS>;
     // Of each row: (row, head) of q, last position it sees.
     __shared__ int place[ROWS], visible[ROWS];
-    __shared__ float page_max[2][SEGMENT_PAGES][ROWS];  // two: the next segment may be ahead
-    __shared__ uint4 queries[TILES][HD / 16][32];       // A fragments, one uint4 a lane
+    __shared__ float warp_largest[2][WARPS][ROWS];    // two: the next segment may be ahead
+    __shared__ uint4 queries[TILES][2 * PIECES][32];  // A fragments, one uint4 a lane
     __shared__ uint4 weights[TILES][SEGMENT_PAGES * STEPS][32];  // P, likewise
-    // Each thread's folded segments, kept here since they are touched once in 256 keys.
-    __shared__ float4 total[TILES][NEIGHBOURS][32 * ATTENTION_WARPS];
-    __shared__ Softmax softmax[2 * TILES][32 * ATTENTION_WARPS];
+    // Each thread's folded segments, kept here since they are touched once in 256 keys; where there
+    // is no room, in registers.
+    constexpr bool ROOM = VW <= 256;
+    __shared__ float4 shared_total[TILES][NEIGHBOURS][ROOM ? 32 * WARPS : 1];
+    float4 own_total[TILES][NEIGHBOURS];
+    const auto total = [&](int r, int n) -> float4& {
+        return ROOM ? shared_total[r][n][threadIdx.x] : own_total[r][n];
+    };
+    __shared__ Softmax softmax[2 * TILES][32 * WARPS];
 
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
-    const int kv_head = blockIdx.y, n_heads = work.n_heads;
-    const int group = n_heads / work.n_kv_heads;
+    // A block has `group` query heads of each token: of one KV head, or, latent, up to ROWS of all.
+    const int block_y = blockIdx.y, kv_head = LATENT ? 0 : block_y, n_heads = work.n_heads;
+    const int group = LATENT ? min(ROWS, n_heads - ROWS * block_y) : n_heads / work.n_kv_heads;
     // A prompt's last tiles see most: first.
     const int* tiles = work.tiles + 4 * (gridDim.x - 1 - blockIdx.x);
     const int first_row = tiles[0], n_rows = tiles[1], slot = tiles[2], first_position = tiles[3];
     const int last_position = slot < 0 ? -1 : first_position + n_rows - 1;
     const int tile_pages = last_position / PAGE + (last_position >= 0);
-    constexpr int BLOCK_BYTES = kv_block_bytes(Q8 ? KV_Q8 : KV_F16, HD);
+    constexpr int BLOCK_BYTES = kv_block_bytes(Q8 ? KV_Q8 : KV_F16, KW);
     const char* layer = work.pages + kv_offset(work.layer, work.n_pages, 0, work.n_kv_heads,
-                                               kv_head, BLOCK_BYTES);
+                                               kv_head, BLOCK_BYTES, LATENT);
     const int* table = work.page_table + int64_t(max(slot, 0)) * work.max_pages;
     const auto keys_of = [=](int page) {
-        return layer + int64_t(table[page]) * work.n_kv_heads * 2 * BLOCK_BYTES;
+        return layer + int64_t(table[page]) * work.n_kv_heads * (LATENT ? 1 : 2) * BLOCK_BYTES;
     };
-    const auto values_of = [=](int page) { return keys_of(page) + BLOCK_BYTES; };
+    const auto values_of = [=](int page) { return keys_of(page) + (LATENT ? 0 : BLOCK_BYTES); };
 
     if (threadIdx.x < ROWS) {
-        const int token = threadIdx.x / group, head = kv_head * group + threadIdx.x % group;
+        const int token = threadIdx.x / group;
+        const int head = block_y * (LATENT ? ROWS : group) + threadIdx.x % group;
         place[threadIdx.x] = token < n_rows ? (first_row + token) * n_heads + head : -1;
         visible[threadIdx.x] = token < n_rows && slot >= 0 ? first_position + token : -1;
     }
     __syncthreads();
-    for (int at = warp; at < TILES * HD / 32; at += ATTENTION_WARPS) {
-        const int r = at / (HD / 32), i = at % (HD / 32);
+    for (int at = warp; at < TILES * PIECES; at += WARPS) {
+        const int r = at / PIECES, i = at % PIECES;
         uint4 x[2] = {};
         for (int j = 0; j < 2; j++) {
             const int row = 16 * r + g + 8 * j;
-            if (visible[row] >= 0)
-                x[j] = *reinterpret_cast<const uint4*>(work.q + int64_t(place[row]) * HD + 32 * i +
+            if (visible[row] >= 0 && (KW % 32 == 0 || 32 * i + 8 * t < KW))
+                x[j] = *reinterpret_cast<const uint4*>(work.q + int64_t(place[row]) * KW + 32 * i +
                                                        8 * t);
         }
         queries[r][2 * i][lane] = make_uint4(x[0].x, x[1].x, x[0].y, x[1].y);
@@ -1465,9 +1502,14 @@ DEVICE void attention_tile(const Attention& work) {
 
     for (int i = 0; i < 2 * TILES; i++) softmax[i][threadIdx.x] = {-INFINITY, 0.0f};
     for (int n = 0; n < TILES * NEIGHBOURS; n++)
-        total[n / NEIGHBOURS][n % NEIGHBOURS][threadIdx.x] = make_float4(0, 0, 0, 0);
-    const bool has_columns = warp * COLUMNS < HD;
-    const int column = warp * COLUMNS + NEIGHBOURS * g;  // first one whose V this thread loads
+        total(n / NEIGHBOURS, n % NEIGHBOURS) = make_float4(0, 0, 0, 0);
+    const bool has_columns = warp * COLUMNS < VW;
+    // First one whose V this thread loads. Columns of the last warp that are not there repeat
+    // others, and their sums are not stored.
+    constexpr bool WHOLE = VW % COLUMNS == 0;
+    int column = warp * COLUMNS + NEIGHBOURS * g;
+    if (!WHOLE) column = min(column, VW - NEIGHBOURS);
+    const bool has_sums = WHOLE ? has_columns : warp * COLUMNS + 2 * NEIGHBOURS * t < VW;
 
     const int n_segments = (tile_pages + SEGMENT_PAGES - 1) / SEGMENT_PAGES;
     int turn = 0;
@@ -1475,26 +1517,27 @@ DEVICE void attention_tile(const Attention& work) {
         const int first_page = segment * SEGMENT_PAGES;
         const int here = min(SEGMENT_PAGES, tile_pages - first_page);
 
-        // Scores of this warp's page: slots 2t, 2t + 1 of product n are keys
+        // Scores of this warp's keys: slots 2t, 2t + 1 of product n are keys
         // 16 (n / 2) + 4t + 2 (n % 2) and the next one.
-        float score[TILES][2 * STEPS][4] = {};
+        const int page_of_warp = warp / PAGE_WARPS, first_key = warp % PAGE_WARPS * KEYS;
+        float score[TILES][KEYS / 8][4] = {};
         float largest[2 * TILES];  // of rows g + 8 i
         for (int i = 0; i < 2 * TILES; i++) largest[i] = -INFINITY;
-        if (warp < here) {
-            KvPlace from = kv_place<Q8, HD>(keys_of(first_page + warp), 4 * (g / 2) + g % 2,
-                                            8 * t);
+        if (page_of_warp < here) {
+            KvPlace from = kv_place<Q8, KW>(keys_of(first_page + page_of_warp),
+                                            first_key + 4 * (g / 2) + g % 2, 8 * t);
             // Four products at a time, over whole 128-byte lines: H200, 64 rows x 1024 tokens,
             // 3.6 TB/s, and 2.7 where half lines of eight products are read.
             Key key[STEPS][LINE];
             auto fetch_key = [&](int n, int piece, const KvPlace& from) {
-                key[n][piece].load(from, (16 * (n / 2) + 2 * (n % 2)) * HD + 32 * piece);
+                key[n][piece].load(from, (16 * (n / 2) + 2 * (n % 2)) * KW + 32 * piece);
             };
             for (int n = 0; n < STEPS; n++)
                 for (int piece = 0; piece < LINE; piece++) fetch_key(n, piece, from);
-            for (int half = 0; half < 2; half++)
+            for (int half = 0; half < KEYS / 32; half++)
 #pragma unroll 1
-                for (int i = 0; i < HD / 32; i += LINE) {
-                    const int ahead = i + LINE < HD / 32 ? 32 * LINE : PAGE / 2 * HD - i * 32;
+                for (int i = 0; i < PIECES; i += LINE) {
+                    const int ahead = i + LINE < PIECES ? 32 * LINE : 32 * KW - i * 32;
                     from = {from.values + ahead * (Q8 ? 1 : 2), from.scales + ahead / 32};
                     for (int n = 0; n < STEPS; n++)
                         for (int piece = 0; piece < LINE; piece++) {
@@ -1502,17 +1545,18 @@ DEVICE void attention_tile(const Attention& work) {
                             key[n][piece].expand(b);
                             for (int r = 0; r < TILES; r++) {
                                 float(&sum)[4] = score[r][STEPS * half + n];
-                                const uint4(&a)[HD / 16][32] = queries[r];
+                                const uint4(&a)[2 * PIECES][32] = queries[r];
                                 mma_fragment(sum, a[2 * (i + piece)][lane], b[0], b[1]);
                                 mma_fragment(sum, a[2 * (i + piece) + 1][lane], b[2], b[3]);
                             }
-                            if (half == 0 || i + LINE < HD / 32) fetch_key(n, piece, from);
+                            if (half + 1 < KEYS / 32 || i + LINE < PIECES)
+                                fetch_key(n, piece, from);
                         }
                 }
-            const int position = (first_page + warp) * PAGE + 4 * t;
+            const int position = (first_page + page_of_warp) * PAGE + first_key + 4 * t;
             for (int i = 0; i < 2 * TILES; i++) {
                 const int last = visible[g + 8 * i];
-                for (int n = 0; n < 2 * STEPS; n++)
+                for (int n = 0; n < KEYS / 8; n++)
                     for (int e = 0; e < 2; e++) {
                         const int at = position + 16 * (n / 2) + 2 * (n % 2) + e;
                         float& x = score[i / 2][n][i % 2 * 2 + e];
@@ -1524,36 +1568,37 @@ DEVICE void attention_tile(const Attention& work) {
             }
         }
         if (t == 0)
-            for (int i = 0; i < 2 * TILES; i++) page_max[turn][warp][g + 8 * i] = largest[i];
+            for (int i = 0; i < 2 * TILES; i++) warp_largest[turn][warp][g + 8 * i] = largest[i];
 
         // The first values are on their way while the warps exchange maxima and weights.
         Value value[AHEAD][4];
         auto fetch = [&](int step, const KvPlace& from) {
             for (int k = 0; k < 4; k++)
-                value[step % AHEAD][k].load(from, (16 * (step % STEPS) + k) * HD);
+                value[step % AHEAD][k].load(from, (16 * (step % STEPS) + k) * KW);
         };
-        KvPlace values = kv_place<Q8, HD>(values_of(first_page), 4 * t, column);
+        KvPlace values = kv_place<Q8, KW>(values_of(first_page), 4 * t, column);
         if (has_columns)
             for (int step = 0; step < AHEAD; step++) fetch(step, values);
         __syncthreads();
 
-        if (warp < here) {
+        if (page_of_warp < here) {
             for (int r = 0; r < TILES; r++) {
                 float m[2] = {-INFINITY, -INFINITY};  // up to this warp's page
-                for (int page = 0; page < SEGMENT_PAGES; page++)
+                for (int other = 0; other < WARPS; other++)
                     for (int i = 0; i < 2; i++)
-                        if (page <= warp)
-                            m[i] = fmaxf(m[i], page_max[turn][page][16 * r + g + 8 * i]);
+                        if (other / PAGE_WARPS <= page_of_warp)
+                            m[i] = fmaxf(m[i], warp_largest[turn][other][16 * r + g + 8 * i]);
                 for (int i = 0; i < 2; i++)
                     if (m[i] == -INFINITY) m[i] = 0.0f;  // nothing visible yet: weights are 2^-inf
-                for (int step = 0; step < STEPS; step++) {
+                for (int step = 0; step < KEYS / 16; step++) {
                     unsigned a[4];
                     for (int i = 0; i < 4; i++) {
                         const float* x = &score[r][2 * step + i / 2][2 * (i % 2)];
                         a[i] = half2_bits(exp2_fast(__fsub_rn(x[0], m[i % 2])),
                                           exp2_fast(__fsub_rn(x[1], m[i % 2])));
                     }
-                    weights[r][warp * STEPS + step][lane] = make_uint4(a[0], a[1], a[2], a[3]);
+                    weights[r][warp * (KEYS / 16) + step][lane] =
+                        make_uint4(a[0], a[1], a[2], a[3]);
                 }
             }
         }
@@ -1569,7 +1614,8 @@ DEVICE void attention_tile(const Attention& work) {
             if (page >= here) break;
             for (int i = 0; i < 2 * TILES; i++) {
                 const float before = m[i];
-                m[i] = fmaxf(before, page_max[turn][page][g + 8 * i]);
+                for (int w = page * PAGE_WARPS; w < (page + 1) * PAGE_WARPS; w++)
+                    m[i] = fmaxf(m[i], warp_largest[turn][w][g + 8 * i]);
                 const float factor = rescale_factor(before, m[i]);
                 for (int e = i % 2 * 2; e < i % 2 * 2 + 2; e++) {
                     sum[i / 2][e] = __fmul_rn(sum[i / 2][e], factor);
@@ -1579,7 +1625,7 @@ DEVICE void attention_tile(const Attention& work) {
             }
             const bool more = page + 1 < here;
             const KvPlace next =
-                kv_place<Q8, HD>(values_of(first_page + page + more), 4 * t, column);
+                kv_place<Q8, KW>(values_of(first_page + page + more), 4 * t, column);
 #pragma unroll
             for (int step = 0; step < STEPS; step++) {
                 unsigned v[4][NEIGHBOURS / 2];
@@ -1609,7 +1655,7 @@ DEVICE void attention_tile(const Attention& work) {
                 const float2 up = softmax[2 * r][threadIdx.x].fold(m[2 * r], sum[r][0]);
                 const float2 down = softmax[2 * r + 1][threadIdx.x].fold(m[2 * r + 1], sum[r][2]);
                 for (int n = 0; n < NEIGHBOURS; n++) {
-                    float4& all = total[r][n][threadIdx.x];
+                    float4& all = total(r, n);
                     const float(&part)[4] = o[r][n];
                     all = {fold_value(all.x, part[0], up), fold_value(all.y, part[1], up),
                            fold_value(all.z, part[2], down), fold_value(all.w, part[3], down)};
@@ -1618,9 +1664,9 @@ DEVICE void attention_tile(const Attention& work) {
             continue;
         }
         for (int i = 0; i < 2 * TILES; i++) {
-            if (visible[g + 8 * i] < 0) continue;
+            if (visible[g + 8 * i] < 0 || !has_sums) continue;
             const int64_t at = int64_t(place[g + 8 * i]) * work.max_segments + segment;
-            float4* to = reinterpret_cast<float4*>(work.part_values + at * HD + warp * COLUMNS +
+            float4* to = reinterpret_cast<float4*>(work.part_values + at * VW + warp * COLUMNS +
                                                    2 * NEIGHBOURS * t);
             for (int n = 0; n < 2 * NEIGHBOURS; n += 4) {
                 const int e = i % 2 * 2 + n / NEIGHBOURS, c = n % NEIGHBOURS;
@@ -1631,16 +1677,17 @@ DEVICE void attention_tile(const Attention& work) {
                 work.part_states[at] = make_float2(m[i], sum[i / 2][i % 2 * 2]);
         }
     }
-    if (gridDim.z > 1 || !has_columns) return;
+    if (gridDim.z > 1 || !has_sums) return;
     for (int i = 0; i < 2 * TILES; i++) {
         const int row_and_head = place[g + 8 * i];
         if (row_and_head < 0) continue;
         const float inverse = inverse_sum(softmax[i][threadIdx.x].l);
-        const int row = row_and_head / n_heads, head = row_and_head % n_heads;
-        const int at = head * HD + warp * COLUMNS + 2 * NEIGHBOURS * t;
+        const int row_heads = LATENT ? 1 : n_heads;  // of a row of out
+        const int row = row_and_head / row_heads;
+        const int at = row_and_head % row_heads * VW + warp * COLUMNS + 2 * NEIGHBOURS * t;
         unsigned x[NEIGHBOURS];  // pairs of columns
         for (int n = 0; n < NEIGHBOURS; n += 2) {
-            const float4 a = total[i / 2][n][threadIdx.x], b = total[i / 2][n + 1][threadIdx.x];
+            const float4 a = total(i / 2, n), b = total(i / 2, n + 1);
             x[n / 2] = half2_bits(normalised(i % 2 ? a.z : a.x, inverse),
                                   normalised(i % 2 ? b.z : b.x, inverse));
             x[(NEIGHBOURS + n) / 2] = half2_bits(normalised(i % 2 ? a.w : a.y, inverse),
@@ -1652,38 +1699,50 @@ DEVICE void attention_tile(const Attention& work) {
     }
 }
 
-#define ATTENTION(NAME, Q8, HD, TILES, BLOCKS)                                       \
-    KERNEL __launch_bounds__(32 * ATTENTION_WARPS, BLOCKS)                           \
-    NAME(const __grid_constant__ Attention work) {                                   \
-        follow_predecessor();                                                        \
-        attention_tile<Q8, HD, TILES>(work);                                         \
+#define ATTENTION(NAME, Q8, KW, VW, TILES, BLOCKS)                                              \
+    KERNEL __launch_bounds__(32 * (VW < KW ? LATENT_WARPS : ATTENTION_WARPS), BLOCKS)           \
+    NAME(const __grid_constant__ Attention work) {                                             \
+        follow_predecessor();                                                                  \
+        attention_tile<Q8, KW, VW, TILES>(work);                                               \
     }
-ATTENTION(attention_f16_64, false, 64, 1, 4)
-ATTENTION(attention_f16_96, false, 96, 1, 4)
-ATTENTION(attention_f16_128, false, 128, 1, 4)
-ATTENTION(attention_f16_256, false, 256, 1, 3)
-ATTENTION(attention_q8_64, true, 64, 1, 4)
-ATTENTION(attention_q8_96, true, 96, 1, 4)
-ATTENTION(attention_q8_128, true, 128, 1, 4)
-ATTENTION(attention_q8_256, true, 256, 1, 3)
+ATTENTION(attention_f16_64, false, 64, 64, 1, 4)
+ATTENTION(attention_f16_80, false, 80, 80, 1, 4)
+ATTENTION(attention_f16_96, false, 96, 96, 1, 4)
+ATTENTION(attention_f16_128, false, 128, 128, 1, 4)
+ATTENTION(attention_f16_192, false, 192, 192, 1, 3)
+ATTENTION(attention_f16_256, false, 256, 256, 1, 3)
+ATTENTION(attention_q8_64, true, 64, 64, 1, 4)
+ATTENTION(attention_q8_96, true, 96, 96, 1, 4)
+ATTENTION(attention_q8_128, true, 128, 128, 1, 4)
+ATTENTION(attention_q8_192, true, 192, 192, 1, 3)
+ATTENTION(attention_q8_256, true, 256, 256, 1, 3)
 // Twice the rows for one reading of K and V: for tiles of a prompt.
-ATTENTION(attention_f16_64_wide, false, 64, 2, 2)
-ATTENTION(attention_f16_96_wide, false, 96, 2, 3)
-ATTENTION(attention_f16_128_wide, false, 128, 2, 4)
-ATTENTION(attention_q8_64_wide, true, 64, 2, 2)
-ATTENTION(attention_q8_96_wide, true, 96, 2, 3)
-ATTENTION(attention_q8_128_wide, true, 128, 2, 4)
+ATTENTION(attention_f16_64_wide, false, 64, 64, 2, 2)
+ATTENTION(attention_f16_80_wide, false, 80, 80, 2, 2)
+ATTENTION(attention_f16_96_wide, false, 96, 96, 2, 3)
+ATTENTION(attention_f16_128_wide, false, 128, 128, 2, 4)
+ATTENTION(attention_q8_64_wide, true, 64, 64, 2, 2)
+ATTENTION(attention_q8_96_wide, true, 96, 96, 2, 3)
+ATTENTION(attention_q8_128_wide, true, 128, 128, 2, 4)
+// Latent attention: K holds V.
+ATTENTION(attention_f16_320, false, 320, 256, 1, 2)
+ATTENTION(attention_f16_576, false, 576, 512, 1, 1)
+ATTENTION(attention_q8_320, true, 320, 256, 1, 2)
+ATTENTION(attention_q8_576, true, 576, 512, 1, 1)
 
-// Folds the stored segments of each row and head in index order: -> out f16 [rows, stride].
-// PRECOND: grid (rows, H), HD threads; stored by an attention kernel over the same rows.
-// One thread holds one column. Reads 4 (HD + 2) bytes a segment; rows with slot < 0 become zero.
+// Folds the stored segments of each row and head in index order: -> out f16 [rows H / row_heads,
+// stride].
+// PRECOND: grid (rows, H), VW threads in whole warps; stored by an attention kernel over the same
+// rows. One thread holds one column, those past VW the last one too. Reads 4 (VW + 2) bytes a
+// segment; rows with slot < 0 become zero.
 KERNEL attention_merge(const float* part_values, const float2* part_states, uint4* out,
-                       const int* positions, const int* slots, int max_segments, int stride) {
+                       const int* positions, const int* slots, int max_segments, int stride,
+                       int value_dim, int row_heads) {
     follow_predecessor();
-    const int row = blockIdx.x, head = blockIdx.y, head_dim = blockDim.x, column = threadIdx.x;
-    const int lane = threadIdx.x & 31;
+    const int row = blockIdx.x, row_and_head = row * gridDim.y + blockIdx.y;
+    const int lane = threadIdx.x & 31, column = min(int(threadIdx.x), value_dim - 1);
     const int n_segments = slots[row] < 0 ? 0 : positions[row] / (SEGMENT_PAGES * PAGE) + 1;
-    const int64_t first = (int64_t(row) * gridDim.y + head) * max_segments;
+    const int64_t first = int64_t(row_and_head) * max_segments;
     Softmax softmax = {-INFINITY, 0.0f};
     float total = 0.0f;
     for (int start = 0; start < n_segments; start += 32) {
@@ -1693,7 +1752,7 @@ KERNEL attention_merge(const float* part_values, const float2* part_states, uint
         const float2 state = lane < n ? part_states[at + lane] : make_float2(-INFINITY, 0.0f);
         float value[32];
         for (int i = 0; i < 32; i++)
-            value[i] = i < n ? part_values[(at + i) * head_dim + column] : 0.0f;
+            value[i] = i < n ? part_values[(at + i) * value_dim + column] : 0.0f;
         for (int i = 0; i < 32; i++) {
             if (i >= n) break;
             const float2 factors = softmax.fold(__shfl_sync(ALL_LANES, state.x, i),
@@ -1701,8 +1760,9 @@ KERNEL attention_merge(const float* part_values, const float2* part_states, uint
             total = fold_value(total, value[i], factors);
         }
     }
-    const int at = head * head_dim + column;
-    reinterpret_cast<__half*>(out + piece_at(row, at, stride / CHUNK))[at % 8] =
+    const int at = row_and_head % row_heads * value_dim + column;
+    uint4* piece = out + piece_at(row_and_head / row_heads, at, stride / CHUNK);
+    reinterpret_cast<__half*>(piece)[at % 8] =
         __float2half_rn(normalised(total, inverse_sum(softmax.l)));
 }
 
@@ -1712,47 +1772,120 @@ KERNEL attention_merge(const float* part_values, const float2* part_states, uint
 // Attention over f32 KV: no tensor cores, no promise of speed, nothing is split
 // ---------------------------------------------------------------------------------------------
 
-// q f32 [rows, H D] -> out f32 [rows, H D], which attention_f32_scale turns into a GEMM input: f32
-// values may be larger than f16 holds. scale = attn_scale * log2(e).
-// PRECOND: grid (rows, H), 32 threads; D <= 256 in whole blocks of 32. One warp holds one row and
-// head; it reads the K and V that the row sees once. Rows with slot < 0 become zero.
+// q f32 [rows, H D] -> out f32 [rows, H VW], which scale_rows turns into a GEMM input: f32 values
+// may be larger than f16 holds. scale = attn_scale * log2(e). VW < D: V is the beginning of K.
+// PRECOND: grid (rows, H), 32 threads; VW <= 512. One warp holds one row and head; it reads the K
+// and V that the row sees once. Rows with slot < 0 become zero.
 KERNEL attention_f32(const float* q, float* out, const char* pages, const int* page_table,
                      const int* positions, const int* slots, int layer, int n_pages,
-                     int max_pages, int n_kv_heads, int head_dim, float scale) {
+                     int max_pages, int n_kv_heads, int head_dim, int value_dim, float scale) {
     follow_predecessor();
+    constexpr int MOST = 512 / 32;  // values of a lane
     const int row = blockIdx.x, head = blockIdx.y, n_heads = gridDim.y, lane = threadIdx.x;
     const int kv_head = head / (n_heads / n_kv_heads), bytes = kv_block_bytes(KV_F32, head_dim);
     const int visible = slots[row] < 0 ? 0 : positions[row] + 1;
+    const bool latent = value_dim < head_dim;
     q += (int64_t(row) * n_heads + head) * head_dim;
-    out += (int64_t(row) * n_heads + head) * head_dim;
-    float m = -INFINITY, sum = 0.0f, o[MOST_BLOCKS] = {};
+    out += (int64_t(row) * n_heads + head) * value_dim;
+    float m = -INFINITY, sum = 0.0f, o[MOST] = {};
 #pragma unroll 4
     for (int at = 0; at < visible; at++) {
         const int page = page_table[int64_t(slots[row]) * max_pages + at / PAGE];
         const float* key = reinterpret_cast<const float*>(
-            pages + kv_offset(layer, n_pages, page, n_kv_heads, kv_head, bytes));
+            pages + kv_offset(layer, n_pages, page, n_kv_heads, kv_head, bytes, latent));
         key += at % PAGE * head_dim;
-        const float* value = key + PAGE * head_dim;
+        const float* value = latent ? key : key + PAGE * head_dim;
         float dot = 0.0f;
         for (int d = lane; d < head_dim; d += 32) dot += q[d] * key[d];
         const float score = warp_sum(dot) * scale, largest = fmaxf(m, score);
         const float factor = exp2f(m - largest), weight = exp2f(score - largest);
         m = largest, sum = sum * factor + weight;
-        for (int i = 0; i < MOST_BLOCKS; i++)
-            if (32 * i < head_dim) o[i] = o[i] * factor + weight * value[32 * i + lane];
+        for (int i = 0; i < MOST; i++)
+            if (32 * i + lane < value_dim) o[i] = o[i] * factor + weight * value[32 * i + lane];
     }
-    for (int i = 0; i < MOST_BLOCKS; i++)
-        if (32 * i < head_dim) out[32 * i + lane] = visible ? o[i] / sum : 0.0f;
+    for (int i = 0; i < MOST; i++)
+        if (32 * i + lane < value_dim) out[32 * i + lane] = visible ? o[i] / sum : 0.0f;
 }
 
-// x[r] f16 [rows, stride] and scale [rows] from f32 [rows, cols].
-// PRECOND: grid (rows), 1024 threads; cols % 4 = 0; stride = cols rounded up to 128.
-// One block holds one row. Moves 4 cols + 2 stride bytes a row (the second read hits the cache).
-KERNEL attention_f32_scale(const float* from, uint4* x, float* scale, int cols, int stride) {
+// ---------------------------------------------------------------------------------------------
+// Latent attention, gates, and rows of f32 as results or as GEMM inputs
+// ---------------------------------------------------------------------------------------------
+
+// out[r] f32 [n, cols]: what rmsnorm brings into f16. PRECOND: as there.
+KERNEL rmsnorm_f32(const float* h, const float* w, const int* rows, float* out, int cols, int pitch,
+                   float eps) {
     follow_predecessor();
-    const float* row = from + int64_t(blockIdx.x) * cols;
-    auto values = [=](int i) { return *reinterpret_cast<const float4*>(row + i); };
-    store_scaled_row(values, largest_in_row(values, cols), cols, stride, x, scale);
+    normalise_row(h, w, rows, cols, pitch, eps, [=](auto values, float) {
+        for (int i = 4 * threadIdx.x; i < cols; i += 4 * blockDim.x)
+            *reinterpret_cast<float4*>(out + int64_t(blockIdx.x) * cols + i) = values(i);
+    });
+}
+
+// x f16 [rows heads, stride] and scale [rows heads]: pieces of `width` values, `pitch` apart, of
+// each row of from f32 [rows, cols].
+// PRECOND: grid (rows heads), at most 1024 threads in whole warps; cols, pitch, width % 4 = 0;
+// stride = width rounded up to 128. One block holds one piece. Moves 4 width + 2 stride bytes (the
+// second read hits the cache).
+KERNEL scale_rows(const float* from, uint4* x, float* scale, int cols, int heads, int pitch,
+                  int width, int stride) {
+    follow_predecessor();
+    const int row = blockIdx.x / heads, head = blockIdx.x % heads;
+    const float* piece = from + int64_t(row) * cols + head * pitch;
+    auto values = [=](int i) { return *reinterpret_cast<const float4*>(piece + i); };
+    store_scaled_row(values, largest_in_row(values, width), width, stride, x, scale);
+}
+
+// Queries [rows, H (R + D)], f16 (f32 if KV is f32), and the key of latent attention into its page:
+// per head R values of `content` f32 [rows, H R], then the last D of a head of q, rotated; of the
+// key the last R + D columns of kv_a, RMSNorm over R of them, the others rotated.
+// PRECOND: grid (rows, ceil((H + 1) / 4)), 128 threads; R + D, for q8, in blocks of 32.
+// One warp holds one head. Moves each value once or twice; rows with slot < 0 write no key.
+KERNEL rope_latent(const float* content, const float* q, const float* kv_a, const float* angles,
+                   const float* kv_norm, void* out, char* pages, const int* page_table,
+                   const int* slots, const int* positions, int layer, int n_pages, int max_pages,
+                   int n_heads, int q_cols, int key_dim, int kv_cols, int rank, int rope_dim,
+                   int neox, int format, float eps) {
+    follow_predecessor();
+    const int row = blockIdx.x, lane = threadIdx.x & 31, head = blockIdx.y * 4 + threadIdx.x / 32;
+    if (head > n_heads) return;
+    const bool is_key = head == n_heads;
+    const int head_dim = rank + rope_dim, slot = slots[row], position = positions[row];
+    const float* plain = is_key ? kv_a + int64_t(row + 1) * kv_cols - head_dim
+                                : content + (int64_t(row) * n_heads + head) * rank;
+    const float* turned =
+        is_key ? plain + rank : q + int64_t(row) * q_cols + (head + 1) * key_dim - rope_dim;
+    angles += int64_t(row) * rope_dim;
+    float sum = 0.0f;
+    for (int d = lane; is_key && d < rank; d += 32) sum += plain[d] * plain[d];
+    const float inverse = rsqrtf(warp_sum(sum) / rank + eps);
+    const int page =
+        is_key && slot >= 0 ? page_table[int64_t(slot) * max_pages + position / PAGE] : -1;
+    char* block = pages + kv_offset(layer, n_pages, page, 1, 0, kv_block_bytes(format, head_dim),
+                                    true);
+    for (int d = lane; d < head_dim; d += 32) {
+        float value = d < rank ? plain[d] : rotated(turned, d - rank, angles, rope_dim / 2, neox);
+        if (is_key && d < rank) value *= inverse * kv_norm[d];
+        if (!is_key)
+            store_query(out, format, (int64_t(row) * n_heads + head) * head_dim + d, value);
+        else if (page >= 0)
+            store_kv(block, format, head_dim, position % PAGE, d, value);
+    }
+}
+
+// x f16 [rows, stride] *= sigmoid(gate), the gates of rope_kv in qkv f32 [rows, qkv_cols].
+// PRECOND: grid (rows, ceil(H D / 1024)), 128 threads; D % 8 = 0.
+// One thread holds 8 columns. Moves 8 bytes a column; a row's scale stays.
+KERNEL sigmoid_gate(uint4* x, const float* qkv, int cols, int stride, int qkv_cols, int head_dim) {
+    follow_predecessor();
+    const int row = blockIdx.x, column = 8 * (blockIdx.y * blockDim.x + threadIdx.x);
+    if (column >= cols) return;
+    const float* gate = qkv + int64_t(row) * qkv_cols + column + (column / head_dim + 1) * head_dim;
+    __half2* values = reinterpret_cast<__half2*>(x + piece_at(row, column, stride / CHUNK));
+    for (int i = 0; i < 4; i++) {
+        const float2 v = __half22float2(values[i]);
+        values[i] = __floats2half2_rn(__fdividef(v.x, 1.0f + __expf(-gate[2 * i])),
+                                      __fdividef(v.y, 1.0f + __expf(-gate[2 * i + 1])));
+    }
 }
 
 // ---------------------------------------------------------------------------------------------

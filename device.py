@@ -981,7 +981,7 @@ class Device:
         return routes
 
     def linear_experts(self, x, w, routes):
-        """y f32 [rows * k, w.rows] = for each row and each of its experts, x times its rows.
+        """y f32 [rows * k, w.rows] = for each row and each of its experts, x times that one's rows.
 
         x has a row for each row, or for each of its k experts. Without an expert y is anything.
         """

@@ -409,7 +409,7 @@ struct Linear {
     Stack stack;
 };
 
-// The rows of x and of y that the tokens of a tile have. Here: their own. See also `ScatteredRows`.
+// The row of y of a token of a tile, and the row of x of that. Here their own; see `ScatteredRows`.
 struct OwnRows {
     static constexpr bool OWN = true;
     DEVICE int y(int token) const { return token; }
@@ -430,10 +430,10 @@ DEVICE void linear_few(const Product& product, const Place& place, const Rows& r
                        float (&sums)[2][FEW_SUMS<WARPS>]) {
     using P = Packed<FORMAT>;
     constexpr int TOKENS = 8 * TOKEN_TILES;
-    constexpr int WINDOW = FEW_SUMS<WARPS> / (TOKENS * FEW_STRIDE);  // part sums that wait to be added
+    constexpr int WINDOW = FEW_SUMS<WARPS> / (TOKENS * FEW_STRIDE);  // part sums that wait
     // Chunks loaded in advance, as many as there are registers for.
-    constexpr int AHEAD =
-        P::WORDS > 8 ? 1 : P::WORDS == 8 || (FORMAT == Q5_K && BLOCKS > 2) ? 2 : 4;
+    constexpr bool TIGHT = (FORMAT == Q5_K && BLOCKS > 2) || (!P::WHOLE_PARTS && BLOCKS > 3);
+    constexpr int AHEAD = P::WORDS > 8 ? 1 : P::WORDS == 8 || TIGHT ? 2 : 4;
     constexpr int TOKENS_AHEAD = TOKEN_TILES > 1 || BLOCKS > 2 || P::WORDS > 8 ? 2 : 4;
 
     const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
@@ -2378,7 +2378,8 @@ DEVICE void with_item(const LinearExperts& work, Body body) {
     Place place = place_in(work.linear.stack, blockIdx.x);
     with_format(place.format, [&](auto format) {
         const int tiles = (place.rows + TILE_ROWS - 1) / TILE_ROWS;
-        place.packed += Packed<decltype(format)::VALUE>::tile_bytes(product.chunks) * tiles * item.x;
+        using P = Packed<decltype(format)::VALUE>;
+        place.packed += P::tile_bytes(product.chunks) * tiles * item.x;
         body(format, product, place,
              ScatteredRows{work.pairs, item.y, work.heads, item.z - 1, work.per_x});
     });
@@ -2408,7 +2409,7 @@ linear_experts_some(const __grid_constant__ LinearExperts work) {
 }
 
 // h [rows, cols] += weight * y of a row's k pairs in order, from zero, then shared * gate.
-// shared [rows, cols] or null; gate: sigmoid of the last of n_logits logits, or 1 if those are null.
+// shared [rows, cols] or null; gate: sigmoid of the last of n_logits logits, 1 if those are null.
 // PRECOND: grid (ceil(cols / 256), rows), 256 threads. Moves 4 (k + 3) cols bytes a row.
 KERNEL combine(const float* y, const int* experts, const float* weights, const float* shared,
                const float* logits, float* h, int k, int cols, int n_logits) {

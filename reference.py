@@ -59,14 +59,6 @@ class Matrix:
 
 
 @dataclass
-class Experts:
-    """Matrices of one shape [rows, cols]: those of the experts of a mixture, or of heads."""
-    matrices: list
-    rows: int
-    cols: int
-
-
-@dataclass
 class Routes:
     """Which experts a token goes to, ascending, and how much each counts: [rows, k].
 
@@ -102,9 +94,8 @@ class Reference:
                       None if bias is None else self.vector(bias))
 
     def experts(self, tensors):
-        """Stack the row blocks of `tensors`, each [experts, rows, cols], for each expert."""
-        matrices = [self.matrix(parts) for parts in zip(*(t.parts() for t in tensors))]
-        return Experts(matrices, matrices[0].rows, matrices[0].cols)
+        """A Matrix for each expert, or head, from `tensors`, each [experts, rows, cols]."""
+        return [self.matrix(parts) for parts in zip(*(tensor.parts() for tensor in tensors))]
 
     def vector(self, array):
         return np.asarray(array, self.dtype)
@@ -429,8 +420,7 @@ class Reference:
         if cfg.router_groups > 1:
             groups = score.reshape(len(score), cfg.router_groups, -1)
             best = np.sort(groups, axis=-1)[..., -2 if cfg.router_sigmoid else -1:].sum(axis=-1)
-            kept = np.zeros(best.shape, bool)
-            np.put_along_axis(kept, best_of(best, cfg.router_groups_used), True, axis=-1)
+            kept = best_of(best, cfg.router_groups).argsort(axis=-1) < cfg.router_groups_used
             score = np.where(kept[..., None], groups, -np.inf).reshape(score.shape)
         experts = np.sort(best_of(score, cfg.n_experts_used), axis=-1).astype(np.int32)
         weights = np.take_along_axis(probability, experts, axis=-1)
@@ -441,23 +431,21 @@ class Reference:
                       np.where(real, weights * self.dtype.type(cfg.router_scale), 0))
 
     def linear_experts(self, x, w, routes):
-        """y [rows * k, w.rows] = for each row and each of its experts, x times the expert's rows.
+        """y [rows * k, n] = for each row and each of its experts, x times the expert's rows.
 
         x has a row for each row, or for each of its k experts. Without an expert y is zero.
         """
         experts = routes.experts.reshape(-1)
         row_of = np.arange(len(experts)) // (len(experts) // len(x))
-        y = np.zeros((len(experts), w.rows), self.dtype)
+        y = np.zeros((len(experts), w[0].rows), self.dtype)
         for expert in np.unique(experts[experts >= 0]):
             chosen = experts == expert
-            y[chosen] = self.linear(x[row_of[chosen]], w.matrices[expert])
+            y[chosen] = self.linear(x[row_of[chosen]], w[expert])
         return y
 
     def linear_heads(self, x, w):
-        """y [rows, heads * w.rows] = row r * heads + h of x times the rows of head h, for all."""
-        heads = len(w.matrices)
-        parts = [self.linear(x[head::heads], matrix) for head, matrix in enumerate(w.matrices)]
-        return np.concatenate(parts, axis=1)
+        """y [rows, heads * n] = row r * heads + h of x times the rows of head h."""
+        return np.concatenate([self.linear(x[h::len(w)], head) for h, head in enumerate(w)], axis=1)
 
     @np.errstate(over="ignore", invalid="ignore")
     def combine(self, y, routes, shared, logits, h):

@@ -169,7 +169,6 @@ SEGMENT = 256  # positions under one running softmax
 PARTS_LIMIT = 1 << 28  # bytes of scratch for segments that wait to be merged
 ROW_THREADS = 1024  # of the kernels that hold a row in a block
 DELTA_DIM = 128  # values of a head in the gated delta net
-DELTA_BLOCKS, DELTA_THREADS = 8, 64  # that share the columns of such a head's state
 
 # How kernels.cu holds weights of a format (see `Packed` there), in the order of enum WeightFormat:
 # 32-bit words of a lane for a chunk, bytes of scales of a 16-row tile for a part.
@@ -262,13 +261,10 @@ class States:
     """Recurrent state f32 [slot, layer, .]: first S [v head, d of v, d of k], then the ring of
     `ring` records of `record_values` values; see States in reference.py."""
     data: Buffer
+    nbytes: int
     ring: int
     record_values: int
     saves: list = field(default_factory=list)  # pinned blocks of one slot's size that nobody holds
-
-    @property
-    def nbytes(self):
-        return self.data.nbytes
 
     def of(self, slot):
         """The state of `slot` in all layers, as a Buffer of bytes."""
@@ -572,7 +568,7 @@ class Device:
         shape = n_states, cfg.n_state_layers, heads * dim * dim + ring * record
         data = self.alloc(4 * math.prod(shape), "states").view(shape, np.float32)
         call("cuMemsetD8Async", data.ptr, 0, max(data.nbytes, 16), self.stream)
-        return States(data, ring, record)
+        return States(data, data.nbytes, ring, record)
 
     def tile_tokens(self, cfg):
         """Most rows of one attention tile: consecutive tokens of a sequence."""
@@ -913,18 +909,16 @@ class Device:
 
     def delta_conv(self, u, mixer, cfg, layer, kv, batch):
         """c f32 [rows, delta_channels + 2 H_v] = q | k | v | beta | decay of u f32 [rows, .]."""
-        rows, heads = u.shape[0], 2 * cfg.delta_k_heads + cfg.delta_v_heads
-        cols = cfg.delta_channels + 2 * cfg.delta_v_heads
+        rows, cols = u.shape[0], cfg.delta_channels + 2 * cfg.delta_v_heads
         c = self.buffer("delta_conv", (rows, cols), np.float32)
-        self.launch("delta_conv", (rows, -(-heads // 4), 1), 128,
+        self.launch("delta_conv", (rows, -(-cfg.delta_channels // (4 * DELTA_DIM)), 1), 128,
                     self.delta_net(u, mixer, c, None, cfg, layer, kv, batch))
         return c
 
     def delta_rule(self, u, c, cfg, layer, kv, batch):
         """o f32 [rows, H_v d] = S^T q; the states take pending tokens, and rows if they commit."""
         o = self.buffer("delta_rule", (u.shape[0], cfg.delta_v_heads * DELTA_DIM), np.float32)
-        blocks = cfg.delta_v_heads * DELTA_BLOCKS
-        self.launch("delta_rule", (blocks, batch.spans.shape[0], 1), DELTA_THREADS,
+        self.launch("delta_rule", (8 * cfg.delta_v_heads, batch.spans.shape[0], 1), 64,
                     self.delta_net(u, None, c, o, cfg, layer, kv, batch))
         return o
 

@@ -2433,16 +2433,14 @@ KERNEL combine(const float* y, const int* experts, const float* weights, const f
 
 constexpr int DELTA_DIM = 128;  // values of a head of q, k and v
 
-// What delta_conv and delta_rule work on. See reference.States for the slots and their records.
+// What delta_conv and delta_rule work on: rows of u hold q | k | v | z | beta | alpha, rows of c
+// q | k | v | beta | decay, records u of q | k | v, then c without q; o is [rows, H_v, DELTA_DIM].
 struct DeltaNet {
-    const float* u;                  // [rows, .]: q | k | v | z | beta | alpha
-    const float *conv, *dt, *decay;  // [channels, width], [v heads], [v heads]
-    float* c;                        // [rows, .]: q | k | v | beta | decay
-    float* o;                        // [rows, v heads, DELTA_DIM]
-    float* states;                   // of this layer in slot 0
+    const float *u, *conv, *dt, *decay;  // conv [q | k | v, width], dt and decay [H_v]
+    float *c, *o, *states;               // states: this layer of slot 0
     const int *spans, *slots, *positions;
     Int k_heads, v_heads, grouped, width, ring;
-    Int u_values, c_values, record_values, slot_values;  // of a row, a record, a slot's layers
+    Int u_values, c_values, record_values, slot_values;  // how far the next one is
     float eps;
 
     DEVICE int channels() const { return (2 * k_heads + v_heads) * DELTA_DIM; }
@@ -2456,8 +2454,8 @@ struct DeltaNet {
 
 DEVICE float sigmoid(float x) { return __fdividef(1.0f, 1.0f + __expf(-x)); }
 
-// c = q | k | v | beta | decay of every row: silu of the causal convolution of u, q and k brought to
-// length 1 per head, q divided by sqrt(d); beta = sigmoid, decay = exp(decay softplus(alpha + dt)).
+// c of every row: silu of the causal convolution of u, q and k brought to length 1 per head, q then
+// divided by sqrt(d); beta = sigmoid(beta), decay = exp(decay softplus(alpha + dt)).
 // PRECOND: grid (rows, ceil((2 H_k + H_v) / 4)), 128 threads; the rows of a slot lie together.
 // One warp holds one head, for v with its beta and decay. Reads u `width` times, mostly from L2.
 KERNEL delta_conv(const __grid_constant__ DeltaNet work) {
@@ -2480,8 +2478,8 @@ KERNEL delta_conv(const __grid_constant__ DeltaNet work) {
     }
     for (float& value : x) value = silu(value), squares = fmaf(value, value, squares);
     const float length = sqrtf(warp_sum(squares) + work.eps);
-    const float q_scale = head < work.k_heads ? rsqrtf(DELTA_DIM) : 1.0f;
-    const float factor = v_head >= 0 ? 1.0f : q_scale / length;
+    const float factor = v_head >= 0 ? 1.0f
+                         : head < work.k_heads ? 1.0f / (length * sqrtf(DELTA_DIM)) : 1.0f / length;
     float* c = work.c_row(row);
     for (int i = 0; i < DELTA_DIM / 32; i++) c[at + 32 * i] = x[i] * factor;
     if (v_head < 0 || lane > 0) return;
@@ -2495,7 +2493,8 @@ KERNEL delta_conv(const __grid_constant__ DeltaNet work) {
 
 // A lane holds 16 values of k of two columns of S: 4 from 4 part on, of each 32. Eight lanes share
 // a column; part = lane / 4.
-constexpr int DELTA_VALUES = 16, DELTA_COLUMNS = 2, DELTA_WARP_COLUMNS = 8, DELTA_THREADS = 64;
+constexpr int DELTA_VALUES = 16, DELTA_COLUMNS = 2, DELTA_THREADS = 64;
+constexpr int DELTA_WARPS = DELTA_DIM / (4 * DELTA_COLUMNS);  // that hold S of a head
 
 DEVICE void load_part(float (&x)[DELTA_VALUES], const float* from) {
     for (int i = 0; i < DELTA_VALUES; i += 4)
@@ -2519,25 +2518,24 @@ struct DeltaToken {
     float beta, decay;
 };
 
-// Per span and v head: S takes the pending tokens from their records, is stored, takes the rows and
-// gives each its o = S^T q; a span that commits stores S again. Rows of one that does not become
-// records, of the others only the u that the next convolution looks back at.
-// PRECOND: grid (H_v * 8, spans), 64 threads; spans int32 (first row, rows, slot, position, pending,
+// Per span and v head: S takes the pending tokens from their records, then the rows, each of which
+// gets o = S^T q. A span that commits stores this S; any other stores the S before its rows, which
+// become records. Of rows that commit only the u stays that the next convolution looks back at.
+// PRECOND: grid (8 H_v, spans), 64 threads; spans int32 (first row, rows, slot, position, pending,
 // commits); pending + rows that do not commit <= ring.
-// One warp holds 8 columns of S in registers and reads them once. The last span comes first: the
-// prompts stand there, and take longest.
-KERNEL __launch_bounds__(DELTA_THREADS, 8) delta_rule(const __grid_constant__ DeltaNet work) {
+// One warp holds 8 columns of S in registers; it reads them once and stores them at most once. The
+// last span comes first: prompts stand there, and take longest.
+KERNEL __launch_bounds__(DELTA_THREADS) delta_rule(const __grid_constant__ DeltaNet work) {
     follow_predecessor();
-    constexpr int HEAD_BLOCKS = DELTA_DIM / (DELTA_THREADS / 32 * DELTA_WARP_COLUMNS);
     const int* span = work.spans + 6 * (gridDim.y - 1 - blockIdx.y);
     const int first = span[0], rows = span[1], slot = span[2], position = span[3],
               pending = span[4], commits = span[5];
-    const int lane = threadIdx.x & 31, part = lane / 4, head = blockIdx.x / HEAD_BLOCKS;
+    const int lane = threadIdx.x & 31, part = lane / 4;
+    const int warp = blockIdx.x * (DELTA_THREADS / 32) + threadIdx.x / 32;
+    const int head = warp / DELTA_WARPS, at_v = (4 * warp + lane % 4) * DELTA_COLUMNS;
     const int k_head = work.grouped ? head / (work.v_heads / work.k_heads) : head % work.k_heads;
-    const int column = (blockIdx.x % HEAD_BLOCKS * (DELTA_THREADS / 32) + threadIdx.x / 32) *
-                           DELTA_WARP_COLUMNS + lane % 4 * DELTA_COLUMNS;
     const int n_k = work.k_heads * DELTA_DIM, n_v = work.v_heads * DELTA_DIM;
-    const int at_k = k_head * DELTA_DIM + 4 * part, at_v = head * DELTA_DIM + column;
+    const int at_k = k_head * DELTA_DIM + 4 * part;  // at_v: column at_v % DELTA_DIM of the head
     float* o = work.o + int64_t(first) * n_v + at_v;
     auto store_o = [&](int row, float2 x) {
         if (part == 0) *reinterpret_cast<float2*>(o + row * n_v) = x;
@@ -2556,8 +2554,8 @@ KERNEL __launch_bounds__(DELTA_THREADS, 8) delta_rule(const __grid_constant__ De
                 *reinterpret_cast<float4*>(state + j * DELTA_DIM + 8 * i) =
                     *reinterpret_cast<const float4*>(s[j] + i);
     };
-    // The token `t` rows behind the first one. Behind q the same lies in c and in a record, which
-    // has something else for q, whose product nobody wants.
+    // The token `t` rows behind the first one. From k on, a record is like a row of c; what it has
+    // in place of q is not used.
     const float* c = work.c_row(first);
     auto load_token = [&](int t) {
         const float* q = t < 0 ? work.record(slot, position + t) + work.channels() - n_k
@@ -2571,9 +2569,11 @@ KERNEL __launch_bounds__(DELTA_THREADS, 8) delta_rule(const __grid_constant__ De
         return token;
     };
 
+    // `out` is this lane's part of o, added up with the products of the next token: a sum over lanes
+    // is a long wait. Tokens are loaded one ahead; two in a loop need no register moves.
+    float out[DELTA_COLUMNS] = {};
     DeltaToken next = load_token(-pending);
-    float out[DELTA_COLUMNS] = {};  // this lane's part of o of the row before: added up with the
-#pragma unroll 2                    // next products, since a sum over lanes is a long wait
+#pragma unroll 2
     for (int t = -pending; t < rows; t++) {
         const DeltaToken token = next;
         next = load_token(min(t + 1, rows - 1));

@@ -370,8 +370,8 @@ class Reference:
         span commits, else they become the pending ones. Rows with a negative slot give zeros.
         """
         states, channels = kv.states, cfg.delta_channels
-        n_q = cfg.delta_k_heads * cfg.delta_dim
-        records = np.concatenate([u[:, :channels], c[:, n_q:]], axis=1)
+        q, tokens = np.split(c, [cfg.delta_k_heads * cfg.delta_dim], axis=1)
+        records = np.concatenate([u[:, :channels], tokens], axis=1)
         o = np.zeros((len(u), cfg.delta_v_heads, cfg.delta_dim), self.dtype)
         for first, rows, slot, position, pending, commits in batch.spans:
             if slot < 0:
@@ -383,9 +383,8 @@ class Reference:
                 delta_step(state, recent[at % states.ring, channels:], cfg)
             state = state if commits else state.copy()
             for row in range(first, first + rows):
-                delta_step(state, c[row, n_q:], cfg)
-                q = of_v_heads(c[row, :n_q], cfg)
-                o[row] = np.sum(state * q[:, None], axis=-1)
+                delta_step(state, tokens[row], cfg)
+                o[row] = np.einsum("hvk,hk->hv", state, of_v_heads(q[row], cfg))
             kept = np.arange(max(0, rows - states.ring), rows)
             recent[(position + kept) % states.ring] = records[first + kept]
         return o.reshape(len(u), -1)
@@ -578,7 +577,8 @@ class Pages:
 class States:
     """Recurrent state of the gated delta nets: [slot, layer] of a matrix and of recent tokens.
 
-    matrix: S of each v head, transposed to [d of v, d of k], so that sums run along the last axis.
+    matrix: S of each v head, transposed to [d of v, d of k], so that sums run along the last axis
+    (einsum: without an array of products, 3 to 20 times as fast).
     recent: at place position % ring u's q | k | v of a token (the convolution looks back), then
     k | v | beta | decay (a pending token enters the matrix later). The ring holds those that are
     pending and those that become so, or those that are pending and what the convolution needs.
@@ -597,20 +597,19 @@ class States:
 
 def of_v_heads(x, cfg):
     """[H_v, d]: for each v head its k head of x [H_k d]."""
-    head = np.arange(cfg.delta_v_heads)
-    group = cfg.delta_v_heads // cfg.delta_k_heads
-    return x.reshape(-1, cfg.delta_dim)[
-        head // group if cfg.delta_grouped else head % cfg.delta_k_heads]
+    head, group = np.arange(cfg.delta_v_heads), cfg.delta_v_heads // cfg.delta_k_heads
+    k_head = head // group if cfg.delta_grouped else head % cfg.delta_k_heads
+    return x.reshape(-1, cfg.delta_dim)[k_head]
 
 
 def delta_step(state, token, cfg):
     """Enter one token into state [H_v, d of v, d of k], in place. token: k | v | beta | decay."""
     n_k, n_v = cfg.delta_k_heads * cfg.delta_dim, cfg.delta_v_heads * cfg.delta_dim
     k, v, beta, decay = np.split(token, np.cumsum([n_k, n_v, cfg.delta_v_heads]))
-    k, v = of_v_heads(k, cfg)[:, None], v.reshape(-1, cfg.delta_dim)
+    k, v = of_v_heads(k, cfg), v.reshape(-1, cfg.delta_dim)
     state *= decay[:, None, None]
-    delta = beta[:, None] * (v - np.sum(state * k, axis=-1))
-    state += delta[..., None] * k
+    delta = beta[:, None] * (v - np.einsum("hvk,hk->hv", state, k))
+    state += delta[..., None] * k[:, None]
 
 
 def quantise_q8(x):

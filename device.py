@@ -938,6 +938,7 @@ class Device:
         self.launch("delta_norm", (rows, 1, 1), ROW_THREADS,
                     (o, u.view((), offset=4 * cfg.delta_channels), norm, x.data, x.scale, cols,
                      u.shape[1], float(cfg.rms_eps)))
+        return x
 
     def sigmoid_gate(self, x, qkv, cfg):
         """x [rows, heads * head_dim], in place, times the sigmoid of the gates in qkv, see rope_kv.

@@ -226,7 +226,7 @@ CASES = {
         tensor_is("rope_factors_long.weight", vector(1, 1, 1, 1)), "expected short and"),
     # experts
     "experts without their tensors": (
-        tiny({"llama.expert_count": 4, "llama.expert_used_count": 2}), "gate_exps.weight'.*is missing"),
+        tiny({"llama.expert_count": 4, "llama.expert_used_count": 2}), "gate_exps.*is missing"),
     "-1 experts": (with_key(c.key("llama.expert_count", c.I32_VALUE, b"\xff" * 4)), "not -1"),
     "2^31 experts": (mixture("expert_count", 1 << 31), "must lie in 1..1048576, not 2147483648"),
     "an expert more": (mixture("expert_count", 5), r"shape \(5, 24, 16\), not \(4, 24"),
@@ -245,7 +245,7 @@ CASES = {
     "weights normalised by 1": (mixture("expert_weights_norm", 1), "must be of type bool"),
     "an unknown key of experts": (mixture("expert_group_scale", 2.0), "not understood"),
     "more dense layers than layers": (latent("leading_dense_block_count", 3), "in 0..2, not 3"),
-    "a dense layer more": (latent("leading_dense_block_count", 2), "blk.1.ffn_gate.weight'.*missing"),
+    "a dense layer more": (latent("leading_dense_block_count", 2), "blk.1.ffn_gate.weight'"),
     "2^20 shared experts": (latent("expert_shared_count", 1 << 20), "must lie in 0..1048576"),
     "-1 shared experts": (latent("expert_shared_count", -1), "must lie in 0"),
     "a shared expert more": (latent("expert_shared_count", 3), r"must have shape \(72, 16\)"),
@@ -289,7 +289,8 @@ CASES = {
     "an unknown key of delta nets": (hybrid("ssm.dt_b_c_rms", True), "not understood"),
     "recurrent layers of another number": (
         hybrid("attention.recurrent_layers", [1, 0]), "for each of 3 layers"),
-    "a recurrent draft head": (hybrid("attention.recurrent_layers", [1, 0, 1]), "draft head is not"),
+    "a recurrent draft head": (
+        hybrid("attention.recurrent_layers", [1, 0, 1]), "draft head is not"),
     "recurrent layers only": (hybrid("attention.recurrent_layers", [1, 1, 1]), "not all can be"),
     "recurrent layers as a number": (hybrid("attention.recurrent_layers", 1), "of type ndarray"),
     "the other layer recurrent": (
@@ -301,14 +302,15 @@ CASES = {
         hybrid("blk.1.attn_q.weight", matrix(32, 16)), r"shape \(64, 16\), not \(32, 16\)"),
     # the draft head
     "two draft heads": (hybrid("nextn_predict_layers", 2), "must lie in 0..1, not 2"),
-    "a draft head that is not announced": (hybrid("nextn_predict_layers", 0), "recurrent_layers|is"),
+    "a draft head that is not announced": (
+        hybrid("nextn_predict_layers", 0), "'blk.2.nextn.*no place"),
     "a draft head alone": (hybrid("block_count", 1), "block_count' must lie in 2"),
     "a draft head without its input": (
         hybrid("blk.2.nextn.eh_proj.weight"), "'blk.2.*has no place"),
     "a draft head without a norm": (hybrid("blk.2.nextn.enorm.weight"), "enorm.*is missing"),
     "a draft head without attention": (hybrid("blk.2.attn_q.weight"), "blk.2.attn_q.*is missing"),
     "a draft head that cuts blocks": (
-        hybrid("blk.2.nextn.eh_proj.weight", ([32, 16], c.Q4_0, bytes(16 * 18))), "cannot be split"),
+        hybrid("blk.2.nextn.eh_proj.weight", ([32, 16], c.Q4_0, bytes(288))), "cannot be split"),
     # tokenizer
     "tokens as numbers": (key_is("tokenizer.ggml.tokens", [1, 2]), "tokenizer.ggml.tokens"),
     "more tokens than rows": (key_is("tokenizer.ggml.tokens", list("abcdefg")), "7 tokens.*6 rows"),

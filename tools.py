@@ -131,11 +131,7 @@ def count_formats(tensors):
 
 def cuda_problem(cfg, kv_format="f16"):
     """Why the CUDA kernels have no attention for this model, or None."""
-    if cfg and cfg.n_heads // cfg.n_kv_heads > device.ATTENTION_ROWS:
-        return f"{cfg.n_heads} query heads share {cfg.n_kv_heads} KV heads: use --backend cpu"
-    if cfg and cfg.head_dim not in (device.ATTENTION_BLOCKS if kv_format != "f32" else
-                                    range(32, 257, 32)):
-        return f"no kernel for heads of {cfg.head_dim} values: use --backend cpu"
+    return cfg and device.attention_problem(cfg, kv_format)
 
 
 def describe_kv(cfg, card, weight_bytes):
@@ -433,7 +429,8 @@ class ShownOps:
             result = op(*args, **options)
             value = args[-1] if result is None else result  # ops without result change h, the last
             value = getattr(value, "weights", value)  # of experts
-            self.buffers.append((name, self.layer, self.ops.download(value).copy()))
+            value = self.ops.download(value)
+            self.buffers.append((name, self.layer, value.reshape(len(value), -1).copy()))
             return result
         return shown
 

@@ -7,15 +7,13 @@ install() makes device.py find driver.py of this folder in place of cuda.binding
 import hashlib
 import os
 import sys
-import tempfile
-from pathlib import Path
 from types import ModuleType
+
+from . import build, driver
 
 
 def install():
     """To be called before `device` is imported."""
-    sys.path.append(str(Path(__file__).resolve().parent))
-    import driver
     package = ModuleType("cuda.bindings")
     package.driver = driver
     sys.modules["cuda.bindings"] = package
@@ -25,9 +23,7 @@ def install():
 
 def stand_in_for_cubin(source):
     """A file like kernels.cubin: in place of machine code it holds the path of kernels.cu."""
-    content = os.fsencode(source)
-    content += hashlib.sha256(Path(source).read_bytes()).hexdigest().encode()
-    handle, name = tempfile.mkstemp(suffix=".cubin")
-    with os.fdopen(handle, "wb") as file:
-        file.write(content)
-    return Path(name)
+    name = os.fsencode(source)
+    path = build.folder() / f"{hashlib.sha256(name).hexdigest()[:20]}.cubin"
+    path.write_bytes(name + hashlib.sha256(source.read_bytes()).hexdigest().encode())
+    return path

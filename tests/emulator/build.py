@@ -69,9 +69,7 @@ def split(text, separator):
 
 @functools.cache
 def known_opcodes():
-    return set(re.findall(r"\bPTX (\w+)\(", HEADER.read_text().replace("##SUFFIX", "_shared_b16"))
-               + re.findall(r"\bPTX (\w+)\(", HEADER.read_text().replace(
-                   "##SUFFIX", "_trans_shared_b16")))
+    return set(re.findall(r"\bPTX (\w+)\(", HEADER.read_text()))
 
 
 def instruction(text):
@@ -83,6 +81,9 @@ def instruction(text):
     parts = [part for part in re.split(r"(?<!:)\.(?!:)", opcode)
              if part not in HINTS and "::" not in part]
     operands = [re.sub(r"[{}\[\]]", "", operand) for operand in split(rest, ",") if operand]
+    if parts[0] == "ldmatrix":
+        transposed = str("trans" in parts).lower()
+        return f"ptx::ldmatrix<{transposed}>({operands[1]}, {operands[0]});"
     if parts[0] in ("ld", "st") and parts[1] in ("global", "shared"):
         address, values = (operands[1], operands[0]) if parts[0] == "ld" else operands
         return (f"{condition}ptx::{parts[0]}<ptx::{parts[1]}, {PTX_TYPES[parts[-1]]}>"
@@ -180,16 +181,21 @@ def translated(source, arch):
     return f'#include "{HEADER}"\n{text}', kernels_of(text)
 
 
+def folder():
+    """Where built libraries are kept."""
+    path = Path(tempfile.gettempdir()) / f"leone-emulator-{os.getuid()}"
+    path.mkdir(mode=0o700, exist_ok=True)
+    return path
+
+
 def library(source, arch, kernel):
     """Path of the built library of a kernel. Raises UnknownAssembly, KeyError or RuntimeError."""
     text, kernels = translated(source, arch)
     text += f"\nEMULATED_KERNEL({kernel}, ({kernels[kernel]}))\n"
     key = hashlib.sha256("\0".join([HEADER.read_text(), text, *OPTIONS, CHECKS]).encode())
-    folder = Path(tempfile.gettempdir()) / f"leone-emulator-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    path = folder / f"{kernel}-{key.hexdigest()[:20]}.so"
+    path = folder() / f"{kernel}-{key.hexdigest()[:20]}.so"
     if not path.exists():
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        with tempfile.TemporaryDirectory(dir=folder()) as scratch:
             compiled, linked = f"{scratch}/kernel.o", f"{scratch}/kernel.so"
             for command, given in (
                     (["g++", *OPTIONS, CHECKS, "-fno-sanitize-recover=all", "-c", "-x", "c++", "-",

@@ -375,7 +375,8 @@ int sizes_of(void (*)(P...), int* sizes) {
                                 [](void** p) { emulator::call(NAME, p); }, values);               \
     }                                                                                             \
     EXPORT int emulator_parameters(int* sizes) { return emulator::sizes_of(NAME, sizes); }        \
-    EXPORT int emulator_most_threads() { return THREADS; }
+    EXPORT int emulator_most_threads() { return THREADS; }                                        \
+    EXPORT unsigned emulator_static_shared() { return emulator::static_used; }
 
 // ---- shared memory -----------------------------------------------------------------------------
 
@@ -627,6 +628,11 @@ struct Ballot {
     }
 };
 
+struct Meeting {
+    static constexpr const char* NAME = "__syncwarp";
+    static void run(unsigned, const bool* const*, bool* const*) {}
+};
+
 template <typename T>
 struct Match {
     static constexpr const char* NAME = "__match_any_sync";
@@ -674,7 +680,9 @@ T __shfl_xor_sync(unsigned mask, T value, int with, int width = 32) {
 inline unsigned __ballot_sync(unsigned mask, bool vote) {
     return emulator::collective<emulator::Ballot, unsigned>(mask, vote);
 }
-inline void __syncwarp(unsigned mask = ~0u) { __ballot_sync(mask, false); }
+inline void __syncwarp(unsigned mask = ~0u) {
+    emulator::collective<emulator::Meeting, bool>(mask, true);
+}
 inline bool __any_sync(unsigned mask, bool vote) { return __ballot_sync(mask, vote); }
 inline bool __all_sync(unsigned mask, bool vote) { return !__ballot_sync(mask, !vote); }
 template <typename T>
@@ -797,24 +805,14 @@ struct LoadMatrix {
             }
         }
     }
-    static Out of(unsigned from) { return emulator::collective<LoadMatrix, Out>(~0u, from); }
 };
-#define LDMATRIX(SUFFIX, TRANSPOSED)                                                              \
-    PTX ldmatrix_sync_m8n8_x1##SUFFIX(unsigned& a, unsigned from) {                               \
-        a = LoadMatrix<1, TRANSPOSED>::of(from).word[0];                                          \
-    }                                                                                             \
-    PTX ldmatrix_sync_m8n8_x2##SUFFIX(unsigned& a, unsigned& b, unsigned from) {                  \
-        const auto made = LoadMatrix<2, TRANSPOSED>::of(from);                                    \
-        a = made.word[0], b = made.word[1];                                                       \
-    }                                                                                             \
-    PTX ldmatrix_sync_m8n8_x4##SUFFIX(unsigned& a, unsigned& b, unsigned& c, unsigned& d,         \
-                                      unsigned from) {                                            \
-        const auto made = LoadMatrix<4, TRANSPOSED>::of(from);                                    \
-        a = made.word[0], b = made.word[1], c = made.word[2], d = made.word[3];                   \
-    }
-LDMATRIX(_shared_b16, false)
-LDMATRIX(_trans_shared_b16, true)
-#undef LDMATRIX
+template <bool TRANSPOSED, typename... Word>
+void ldmatrix(unsigned address, Word&... word) {
+    using Op = LoadMatrix<sizeof...(Word), TRANSPOSED>;
+    const auto made = emulator::collective<Op, typename Op::Out>(~0u, address);
+    int m = 0;
+    ((word = made.word[m++]), ...);
+}
 
 // d = c + a b: a [16][16] and b [16][8] in f16, products exact, summed in f32 with k ascending.
 struct Mma {

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-import build
+from . import build
 
 ARCH = int(os.environ.get("LEONE_EMULATE_ARCH", 90))
 MULTIPROCESSORS, TOTAL_BYTES = 132, 12 << 30
@@ -148,24 +148,31 @@ def check_range(address, nbytes):
                              f"{describe(address + nbytes - 1)}")
 
 
+def copy(target, source, nbytes, stream, *device_addresses):
+    def work():
+        for address in device_addresses:
+            check_range(address, nbytes)
+        ctypes.memmove(target, source, nbytes)
+    return stream.take(work)
+
+
 def cuMemcpyHtoDAsync(target, source, nbytes, stream):
-    check_range(target, nbytes)
-    return stream.take(lambda: ctypes.memmove(target, source, nbytes))
+    return copy(target, source, nbytes, stream, target)
 
 
 def cuMemcpyDtoHAsync(target, source, nbytes, stream):
-    check_range(source, nbytes)
-    return stream.take(lambda: ctypes.memmove(target, source, nbytes))
+    return copy(target, source, nbytes, stream, source)
 
 
 def cuMemcpyDtoDAsync(target, source, nbytes, stream):
-    check_range(source, nbytes), check_range(target, nbytes)
-    return stream.take(lambda: ctypes.memmove(target, source, nbytes))
+    return copy(target, source, nbytes, stream, target, source)
 
 
 def cuMemsetD8Async(target, value, nbytes, stream):
-    check_range(target, nbytes)
-    return stream.take(lambda: ctypes.memset(target, value, nbytes))
+    def work():
+        check_range(target, nbytes)
+        ctypes.memset(target, value, nbytes)
+    return stream.take(work)
 
 
 # ---- streams, events, graphs -------------------------------------------------------------------
@@ -238,7 +245,8 @@ class Kernel:
         sizes = (ctypes.c_int * 64)()
         self.sizes = sizes[:code.emulator_parameters(sizes)]
         self.name, self.most_threads = name, code.emulator_most_threads()
-        self.dynamic_limit = PLAIN_SHARED_BYTES
+        self.dynamic_limit = None  # until cuKernelSetAttribute sets one
+        self.static_shared = code.emulator_static_shared
         self.run = code.emulator_launch
         self.run.restype = ctypes.c_char_p
         self.run.argtypes = [ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint, ctypes.c_int,
@@ -254,6 +262,12 @@ class Kernel:
             if found := re.search(r"device memory, at (0x\w+)", problem):
                 problem += f", {describe(int(found[1], 16))}"
             raise EmulationError(problem)
+        most = PLAIN_SHARED_BYTES if self.dynamic_limit is None else SHARED_BYTES
+        taken = self.static_shared() + (self.dynamic_limit or shared)
+        if taken > most:
+            raise EmulationError(f"kernel {self.name} has {self.static_shared()} bytes of static "
+                                 f"and up to {self.dynamic_limit or shared} of dynamic shared "
+                                 f"memory, together more than {most}")
 
 
 def cuLibraryLoadData(image, *_):
@@ -279,12 +293,10 @@ def cuKernelSetAttribute(attribute, value, handle, card):
 def cuLaunchKernelEx(config, handle, parameters, extra):
     kernel, threads = kernels[handle], config.blockDimX
     grid = config.gridDimX, config.gridDimY, config.gridDimZ
-    if (not 0 < threads <= kernel.most_threads or config.sharedMemBytes > kernel.dynamic_limit
-            or min(grid) < 1 or max(grid[1:]) > 65535 or max(grid) > 2**31 - 1):
+    if (not 0 < threads <= kernel.most_threads or min(grid) < 1 or max(grid[1:]) > 65535 or max(grid) > 2**31 - 1):
         raise EmulationError(
             f"launch of {kernel.name}: grid {grid}, {threads} threads (at most "
-            f"{kernel.most_threads}), {config.sharedMemBytes} bytes of dynamic shared memory (at "
-            f"most {kernel.dynamic_limit})")
+            f"{kernel.most_threads})")
     pointers = (ctypes.c_void_p * len(kernel.sizes)).from_address(parameters)
     values = [ctypes.string_at(pointer, size) for pointer, size in zip(pointers, kernel.sizes)]
     arguments = grid, threads, config.sharedMemBytes, config.numAttrs and ARCH >= 90, values

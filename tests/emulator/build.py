@@ -12,19 +12,21 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-HEADER = Path(__file__).resolve().parent / "cuda_emulator.h"
-# x86-64-v3 has the f16 conversions. Alignment, array bounds and shifts are checked while it runs.
+HERE = Path(__file__).resolve().parent
+HEADER = HERE / "cuda_emulator.h"
+# x86-64-v3 has the f16 conversions. Local variables start as garbage; alignment, bounds of arrays
+# and shifts are checked while a kernel runs.
 OPTIONS = ("-std=c++17", "-O2", "-march=x86-64-v3", "-ffp-contract=off", "-fno-strict-aliasing",
-           "-fPIC", "-fvisibility=hidden", "-w")
-CHECKS = "-fsanitize=alignment,bounds,shift-exponent,integer-divide-by-zero"
+           "-fPIC", "-fvisibility=hidden", "-w", "-ftrivial-auto-var-init=pattern",
+           "-fsanitize=alignment,bounds,shift-exponent,integer-divide-by-zero",
+           "-fno-sanitize-recover=all")
 
 # What an operand is read or written as, by the letter of its constraint.
 OPERAND_TYPES = {"r": "unsigned", "l": "uint64_t", "h": "uint16_t", "f": "float", "d": "double"}
-PTX_TYPES = {"pred": "bool", "f32": "float", "f64": "double", "s32": "int", "s64": "int64_t",
-             **dict.fromkeys(("b8", "u8"), "uint8_t"), "s8": "int8_t", "s16": "int16_t",
-             **dict.fromkeys(("f16", "b16", "u16"), "uint16_t"),
-             **dict.fromkeys(("f16x2", "b32", "u32"), "unsigned"),
-             **dict.fromkeys(("b64", "u64"), "uint64_t")}
+PTX_TYPES = {"pred": "bool", "f16": "uint16_t", "f16x2": "unsigned", "f32": "float",
+             "f64": "double", **{f"{letter}{bits}": f"{sign}int{bits}_t"
+                                 for letter, sign in (("b", "u"), ("u", "u"), ("s", ""))
+                                 for bits in (8, 16, 32, 64)}}
 # Parts of an opcode that do not change what it computes.
 HINTS = {"aligned", "nc", "volatile", "relaxed", "weak", "cta", "gpu", "cg", "ca", "cs", "lu", "cv"}
 
@@ -192,14 +194,14 @@ def library(source, arch, kernel):
     """Path of the built library of a kernel. Raises UnknownAssembly, KeyError or RuntimeError."""
     text, kernels = translated(source, arch)
     text += f"\nEMULATED_KERNEL({kernel}, ({kernels[kernel]}))\n"
-    key = hashlib.sha256("\0".join([HEADER.read_text(), text, *OPTIONS, CHECKS]).encode())
+    headers = [path.read_text() for path in sorted(HERE.glob("*.h"))]
+    key = hashlib.sha256("\0".join([*headers, text, *OPTIONS]).encode())
     path = folder() / f"{kernel}-{key.hexdigest()[:20]}.so"
     if not path.exists():
         with tempfile.TemporaryDirectory(dir=folder()) as scratch:
             compiled, linked = f"{scratch}/kernel.o", f"{scratch}/kernel.so"
             for command, given in (
-                    (["g++", *OPTIONS, CHECKS, "-fno-sanitize-recover=all", "-c", "-x", "c++", "-",
-                      "-o", compiled], text),
+                    (["g++", *OPTIONS, "-c", "-x", "c++", "-", "-o", compiled], text),
                     (["g++", "-shared", compiled, "-o", linked], "")):
                 done = subprocess.run(command, input=given, capture_output=True, text=True)
                 if done.returncode:

@@ -293,10 +293,9 @@ def cuKernelSetAttribute(attribute, value, handle, card):
 def cuLaunchKernelEx(config, handle, parameters, extra):
     kernel, threads = kernels[handle], config.blockDimX
     grid = config.gridDimX, config.gridDimY, config.gridDimZ
-    if (not 0 < threads <= kernel.most_threads or min(grid) < 1 or max(grid[1:]) > 65535 or max(grid) > 2**31 - 1):
-        raise EmulationError(
-            f"launch of {kernel.name}: grid {grid}, {threads} threads (at most "
-            f"{kernel.most_threads})")
+    if not 0 < threads <= kernel.most_threads or min(grid) < 1 or max(grid[1:]) > 65535:
+        raise EmulationError(f"launch of {kernel.name}: a grid of {grid} blocks of {threads} "
+                             f"threads, at most {kernel.most_threads}")
     pointers = (ctypes.c_void_p * len(kernel.sizes)).from_address(parameters)
     values = [ctypes.string_at(pointer, size) for pointer, size in zip(pointers, kernel.sizes)]
     arguments = grid, threads, config.sharedMemBytes, config.numAttrs and ARCH >= 90, values

@@ -35,6 +35,10 @@ class UnknownAssembly(Exception):
     pass
 
 
+class CompilerError(Exception):
+    pass
+
+
 # ---- Splitting text --------------------------------------------------------------------------
 
 
@@ -152,14 +156,15 @@ def shared_variables(match):
     made = []
     for declarator in split(declarators, ","):
         name, dimensions = re.fullmatch(r"(\w+)\s*(.*)", declarator, re.S).groups()
-        made.append(f"typedef {kind} {name}_type{dimensions}; "
-                    f"{name}_type& {name} = emulator::shared<{name}_type>([] {{}});")
+        alignment = aligned[1] if aligned else f"alignof({name}_type)"
+        made.append(f"typedef {kind} {name}_type{dimensions}; {name}_type& {name} = "
+                    f"emulator::shared<{name}_type, {alignment}>([] {{}});")
     return " ".join(made)
 
 
 def kernels_of(text):
     """name -> the most threads that __launch_bounds__ allows, an expression."""
-    bounds, made = {}, {}
+    made = {}
     for found in re.finditer(r"__global__\s+void\s+(?=__launch_bounds__|\w+\s*\()", text):
         at, most = found.end(), "1024"
         if text.startswith("__launch_bounds__", at):
@@ -170,14 +175,20 @@ def kernels_of(text):
     return made
 
 
+def run_compiler(arguments, text=""):
+    done = subprocess.run(["g++", *arguments], input=text, capture_output=True, text=True)
+    if done.returncode:
+        raise CompilerError("g++ for the emulator:\n" + "\n".join(done.stderr.split("\n")[:30]))
+    return done.stdout
+
+
 @functools.cache
 def translated(source, arch):
-    """(text for g++, kernels) of kernels.cu. Raises UnknownAssembly or CalledProcessError."""
+    """(text for g++, kernels) of kernels.cu. Raises UnknownAssembly or CompilerError."""
     lines = Path(source).read_text()
     lines = re.sub(r"^#include.*$", "", lines, flags=re.M)
-    text = subprocess.run(["g++", "-E", "-x", "c++", f"-D__CUDA_ARCH__={10 * arch}",
-                           "-D__CUDACC__", "-"], input=f'#line 1 "{Path(source).name}"\n{lines}',
-                          capture_output=True, text=True, check=True).stdout
+    text = run_compiler(["-E", "-x", "c++", f"-D__CUDA_ARCH__={10 * arch}", "-D__CUDACC__", "-"],
+                        f'#line 1 "{Path(source).name}"\n{lines}')
     text = without_assembly(text)
     text = re.sub(r"\b(extern\s+)?__shared__\s+([^;]*);", shared_variables, text)
     return f'#include "{HEADER}"\n{text}', kernels_of(text)
@@ -191,7 +202,10 @@ def folder():
 
 
 def library(source, arch, kernel):
-    """Path of the built library of a kernel. Raises UnknownAssembly, KeyError or RuntimeError."""
+    """Path of the built library of a kernel.
+
+    Raises UnknownAssembly, CompilerError, or KeyError if there is no such kernel.
+    """
     text, kernels = translated(source, arch)
     text += f"\nEMULATED_KERNEL({kernel}, ({kernels[kernel]}))\n"
     headers = [path.read_text() for path in sorted(HERE.glob("*.h"))]
@@ -200,12 +214,7 @@ def library(source, arch, kernel):
     if not path.exists():
         with tempfile.TemporaryDirectory(dir=folder()) as scratch:
             compiled, linked = f"{scratch}/kernel.o", f"{scratch}/kernel.so"
-            for command, given in (
-                    (["g++", *OPTIONS, "-c", "-x", "c++", "-", "-o", compiled], text),
-                    (["g++", "-shared", compiled, "-o", linked], "")):
-                done = subprocess.run(command, input=given, capture_output=True, text=True)
-                if done.returncode:
-                    raise RuntimeError(f"g++ cannot compile {kernel} for the emulator:\n"
-                                       + "\n".join(done.stderr.split("\n")[:30]))
+            run_compiler([*OPTIONS, "-c", "-x", "c++", "-", "-o", compiled], text)
+            run_compiler(["-shared", compiled, "-o", linked])
             Path(linked).replace(path)
     return path

@@ -290,7 +290,11 @@ T* place(uint64_t address) {
 template <Space SPACE, typename T, typename... Out>
 void ld(uint64_t address, Out&... out) {
     const T* from = place<SPACE, T, sizeof...(Out)>(address);
-    ((out = bits_of<Out>(*from++)), ...);
+    const auto set = [](auto& to, T value) {  // a wider register is filled up
+        if constexpr (sizeof to > sizeof value) to = value;
+        else to = bits_of<std::decay_t<decltype(to)>>(value);
+    };
+    (set(out, *from++), ...);
 }
 template <Space SPACE, typename T, typename... In>
 void st(uint64_t address, In... in) {
@@ -306,6 +310,7 @@ PTX bar_arrive(unsigned id, unsigned threads) { emulator::barrier(id, threads, f
 PTX mov_b32(uint16_t& low, uint16_t& high, unsigned x) { low = x, high = x >> 16; }
 PTX mov_b32(unsigned& d, uint16_t low, uint16_t high) { d = low | unsigned(high) << 16; }
 PTX mov_b32(unsigned& d, unsigned a) { d = a; }
+PTX mov_f32(float& d, float a) { d = a; }
 PTX setp_ne_u32(bool& d, unsigned a, unsigned b) { d = a != b; }
 PTX lop3_b32(unsigned& d, unsigned a, unsigned b, unsigned c, unsigned table) {
     d = 0;

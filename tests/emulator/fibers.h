@@ -338,12 +338,12 @@ int sizes_of(void (*)(P...), int* sizes) {
 inline void* dynamic_shared() { return arena + DYNAMIC_END - dynamic_bytes; }
 
 // The place of a __shared__ variable; each has a type `Unique` of its own.
-template <typename T, typename Unique>
+template <typename T, unsigned ALIGNMENT, typename Unique>
 T& shared(Unique) {
     static unsigned offset, launched;
     if (launched != launch_number) {
         launched = launch_number;
-        offset = (static_used + alignof(T) - 1) / alignof(T) * alignof(T);
+        offset = (static_used + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
         static_used = offset + sizeof(T);
         if (static_used > STATIC_BYTES) fail("more than 48 KB of static shared memory");
     }

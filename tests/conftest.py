@@ -6,6 +6,10 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+if os.environ.get("LEONE_EMULATE"):
+    import emulator
+    emulator.install()
+
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "gpu: needs an NVIDIA card and a current kernels.cubin")

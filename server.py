@@ -14,6 +14,7 @@ Three kinds of thread share the work:
 What a request may say and how an answer is put is in api.py; read that first. Here follow answers
 under way, the writer, the server, HTTP, the command line.
 """
+import contextlib
 import hmac
 import ipaddress
 import itertools
@@ -38,6 +39,7 @@ import chat
 import cli
 import receipts
 from api import Choice, Order, encode, error_object, parse_json
+from chat import require
 from errors import LeoneError, Overloaded, RequestError
 from leone import VERSION
 
@@ -81,9 +83,8 @@ class Answer:
         self.buffer, self.lagged = bytearray(), False  # lagged: what is new will go out together
         self.moved = time.monotonic()  # when bytes were last taken
         if order.stream and order.is_chat:
-            role = {"delta": {"role": "assistant", "content": ""}, "logprobs": None}
-            for i in range(len(requests)):
-                self.buffer += self.event({"index": i, **role, "finish_reason": None})
+            role = {"delta": {"role": "assistant", "content": ""}}
+            self.buffer += b"".join(self.event({**c.part([], []), **role}) for c in self.choices)
 
     def event(self, *choices, **more):
         """A server-sent event with these choices."""
@@ -93,6 +94,44 @@ class Answer:
     def framed(self, text):
         data = text.encode() + b"\n\n"
         return b"%x\r\n%b\r\n" % (len(data), data) if self.chunked else data
+
+    def pump(self):
+        """Send what is new. True once there will be no more. OSError if its client is gone."""
+        if not self.flush():
+            return False
+        for choice in self.choices:
+            news = choice.advance()
+            self.error = self.error or choice.request.error
+            if self.order.stream and not self.error:
+                if self.lagged and news:
+                    news = [tuple(sum(parts, []) for parts in zip(*news))]
+                parts = [choice.part(*new) for new in news if any(new)]
+                if news and choice.finish:
+                    parts.append(choice.part([], [], choice.finish))
+                self.buffer += b"".join(map(self.event, parts))
+        self.lagged = False
+        return self.flush() and bool(self.error or all(c.finish for c in self.choices))
+
+    def flush(self):
+        """Send what the socket takes. True if that is all there is."""
+        with contextlib.suppress(BlockingIOError):
+            if self.buffer:
+                del self.buffer[:self.connection.send(self.buffer)]
+                self.moved = time.monotonic()
+        self.lagged |= bool(self.buffer)
+        return not self.buffer
+
+    def look_after(self):
+        """Like pump, also for a client that went away, takes nothing, or has long heard nothing."""
+        with contextlib.suppress(BlockingIOError):  # it says nothing, as it should
+            if not self.connection.recv(1, socket.MSG_PEEK):
+                raise ConnectionError("disconnected")
+        silent = time.monotonic() - self.moved
+        if self.buffer and silent > SEND_S:
+            raise TimeoutError("too slow")
+        if self.order.stream and not self.buffer and silent > KEEPALIVE_S:
+            self.buffer += self.framed(": keepalive")
+        return self.pump()
 
     def usage(self):
         requests = [choice.request for choice in self.choices]
@@ -141,8 +180,7 @@ class Writer(threading.Thread):
     def take_over(self, answer):
         """Any thread: from now on the answer's socket is the writer's, until it is done."""
         answer.connection.setblocking(False)
-        for choice in answer.choices:
-            self.answers[choice.request] = answer
+        self.answers.update((choice.request, answer) for choice in answer.choices)
         self.notify(answer.choices[0].request)
 
     def run(self):
@@ -151,78 +189,24 @@ class Writer(threading.Thread):
             self.awake.wait(TICK_S if self.answers else 1.0)
             self.awake.clear()
             noticed = (self.notices.popleft() for _ in range(len(self.notices)))
-            for answer in dict.fromkeys(map(self.answers.get, noticed)):
-                self.guarded(self.pump, answer)
+            self.see_to(dict.fromkeys(map(self.answers.get, noticed)), Answer.pump)
             if time.monotonic() > ticked + TICK_S:
                 ticked = time.monotonic()
-                for answer in set(self.answers.values()):
-                    self.guarded(self.look_after, answer)
+                self.see_to(set(self.answers.values()), Answer.look_after)
 
-    def guarded(self, method, answer):
-        """Call a method. Whatever goes wrong ends this answer, not the thread."""
-        try:
-            if answer and not answer.done.is_set():
-                method(answer)
-        except OSError:
-            self.let_go(answer, "disconnected")
-        except Exception as error:
-            answer.error = report_bug(error)
-            self.let_go(answer)
-
-    def pump(self, answer):
-        """Send what is new."""
-        if not self.flush(answer):
-            return
-        for choice in answer.choices:
-            news = choice.advance()
-            answer.error = answer.error or choice.request.error
-            if not answer.order.stream or answer.error:
-                continue
-            if answer.lagged and news:
-                news = [tuple(sum(parts, []) for parts in zip(*news))]
-            for deltas, entries in news:
-                if deltas or entries:
-                    answer.buffer += answer.event(choice.part(deltas, entries))
-            if news and choice.finish:
-                answer.buffer += answer.event(choice.part([], [], choice.finish))
-        answer.lagged = False
-        if self.flush(answer) and (answer.error or all(c.finish for c in answer.choices)):
-            self.let_go(answer)
-
-    def flush(self, answer):
-        """Send what the socket takes. True if that is all there is."""
-        try:
-            if answer.buffer:
-                del answer.buffer[:answer.connection.send(answer.buffer)]
-                answer.moved = time.monotonic()
-        except BlockingIOError:
-            pass
-        answer.lagged |= bool(answer.buffer)
-        return not answer.buffer
-
-    def look_after(self, answer):
-        """A client may be gone, or take nothing, or hear nothing for a long time."""
-        try:
-            if not answer.connection.recv(1, socket.MSG_PEEK):
-                return self.let_go(answer, "disconnected")
-        except BlockingIOError:  # it says nothing, as it should
-            pass
-        silent = time.monotonic() - answer.moved
-        if answer.buffer and silent > SEND_S:
-            self.let_go(answer, "too slow")
-        elif answer.buffer:
-            self.pump(answer)
-        elif answer.order.stream and silent > KEEPALIVE_S:
-            answer.buffer += answer.framed(": keepalive")
-            self.flush(answer)
-
-    def let_go(self, answer, gone=None):
-        """Hand an answer back to the thread that waits for it. gone: why nobody is there to read
-        it."""
-        for choice in answer.choices:
-            self.answers.pop(choice.request, None)
-        answer.gone = gone
-        answer.done.set()
+    def see_to(self, answers, send):
+        """Hand those that are finished, or went wrong, back to the threads that wait for them."""
+        for answer in answers:
+            try:
+                if not answer or not send(answer):
+                    continue
+            except OSError as error:
+                answer.gone = chat.one_line(error)
+            except Exception as error:
+                answer.error = report_bug(error)
+            for choice in answer.choices:
+                del self.answers[choice.request]
+            answer.done.set()
 
 
 # ---- the server ------------------------------------------------------------------------------
@@ -365,12 +349,9 @@ class Server(socketserver.ThreadingTCPServer):
 
     def usable(self):
         """The engine; RequestError with status 503 where requests cannot be taken."""
-        if self.failure:
-            raise RequestError(str(self.failure), 503, "engine_failed")
-        if self.draining:
-            raise RequestError("the server is shutting down", 503, "draining")
-        if not self.engine:
-            raise RequestError("the model is being loaded; try again later", 503, "loading")
+        require(not self.failure, str(self.failure), 503, "engine_failed")
+        require(not self.draining, "the server is shutting down", 503, "draining")
+        require(self.engine, "the model is being loaded; try again later", 503, "loading")
         return self.engine
 
     def on_engine(self, function):
@@ -399,8 +380,8 @@ class Server(socketserver.ThreadingTCPServer):
     def check_health(self):
         """RequestError with status 503 unless requests are taken and answered."""
         silent = time.monotonic() - self.progress
-        if self.usable().busy and silent > STUCK_S:
-            raise RequestError(f"no step has ended for {silent:.0f} s", 503, "stuck")
+        require(not self.usable().busy or silent <= STUCK_S,
+                f"no step has ended for {silent:.0f} s", 503, "stuck")
 
     def count(self, sample, value=1):
         with self.samples_lock:
@@ -473,48 +454,45 @@ class Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             raise Overloaded(f"{MOST_CONNECTIONS} connections are open; try again later", 0, 0,
                              1000, "too_many_connections")
-        if self.headers.defects or len(hosts) != 1 and self.request_version == "HTTP/1.1":
-            raise RequestError("the head of the request is malformed", 400, "malformed_request")
+        one_host = len(hosts) == 1 or self.request_version != "HTTP/1.1"
+        require(one_host and not self.headers.defects, "the head of the request is malformed",
+                400, "malformed_request")
         host, origin = (hosts or ["localhost"])[0].strip(), self.headers.get("origin")
-        if server.loopback and not is_local(host):
-            raise RequestError("call this server by an IP address or as localhost", 403,
-                               "host_not_allowed")
-        if origin and server.cors not in ("*", origin) and origin.partition("://")[2] != host:
-            raise RequestError("pages of another origin may not call this server; start it with "
-                               "--cors ORIGIN", 403, "origin_not_allowed")
+        require(not server.loopback or is_local(host),
+                "call this server by an IP address or as localhost", 403, "host_not_allowed")
+        own = not origin or server.cors in ("*", origin) or origin.partition("://")[2] == host
+        require(own, "pages of another origin may not call this server; start it with "
+                "--cors ORIGIN", 403, "origin_not_allowed")
 
     def dispatch(self):
         target = re.sub("(?i)^https?://[^/?]*", "", self.path) or "/"  # the absolute form
         server, path = self.server, unquote(target.partition("?")[0])
         matches = ((route, re.fullmatch(route.replace("*", "([^/]+)"), path)) for route in ROUTES)
         self.route, match = next((pair for pair in matches if pair[1]), ("other", None))
-        if not match:
-            raise RequestError("there is no such path; SERVING.md lists them", 404, "not_found")
-        methods = ROUTES[self.route]
+        require(match, "there is no such path; SERVING.md lists them", 404, "not_found")
+        methods, method = ROUTES[self.route], self.command.replace("HEAD", "GET")
         if self.command == "OPTIONS" and server.cors:
             return self.send(200, b"")
-        if (method := self.command.replace("HEAD", "GET")) not in methods:
-            allowed = ", ".join(methods)
-            return self.send_problem(RequestError(
-                f"this path takes {allowed}", 405, "method_not_allowed"), {"Allow": allowed})
+        require(method in methods, f"this path takes {', '.join(methods)}", 405,
+                "method_not_allowed")
         key, given = server.api_key, self.headers.get("authorization", "").encode("latin-1")
-        if key and path not in ("/", "/health") and not hmac.compare_digest(
-                given, f"Bearer {key}".encode()):
-            raise RequestError("the API key is missing or wrong; send Authorization: Bearer KEY",
-                               401, "invalid_api_key")
+        require(not key or path in ("/", "/health")
+                or hmac.compare_digest(given, f"Bearer {key}".encode()),
+                "the API key is missing or wrong; send Authorization: Bearer KEY", 401,
+                "invalid_api_key")
         methods[method](self, self.read_body(), *match.groups())
 
     def read_body(self):
-        lengths = {length.strip() for length in self.headers.get_all("content-length", ["0"])}
-        if self.headers.get("transfer-encoding"):
-            raise RequestError("send the body with a Content-Length", 411, "length_required")
-        if len(lengths) > 1 or not re.fullmatch("[0-9]{1,15}", length := lengths.pop()):
-            raise RequestError("Content-Length is not a number", 400, "malformed_request")
-        if int(length) > BODY_LIMIT:
-            raise RequestError(f"the body has {length} bytes; {BODY_LIMIT} are allowed", 413,
-                               "body_too_large")
-        body = self.rfile.read(int(length))
-        if len(body) < int(length):
+        require(not self.headers.get("transfer-encoding"), "send the body with a Content-Length",
+                411, "length_required")
+        given = {length.strip() for length in self.headers.get_all("content-length", ["0"])}
+        require(re.fullmatch("[0-9]{1,15}", ",".join(given)), "Content-Length is not a number", 400,
+                "malformed_request")
+        length = int(given.pop())
+        require(length <= BODY_LIMIT, f"the body has {length} bytes; {BODY_LIMIT} are allowed", 413,
+                "body_too_large")
+        body = self.rfile.read(length)
+        if len(body) < length:
             raise ConnectionError
         self.body_is_unread = False
         self.server.deadlines[self.connection] = math.inf
@@ -550,15 +528,17 @@ class Handler(BaseHTTPRequestHandler):
             while self.rfile.read1(1 << 16):
                 pass
 
-    def send_problem(self, error, headers={}):
+    def send_problem(self, error):
         status, body = error_object(error)
-        code = body["error"]["code"]
+        code, headers = body["error"]["code"], {}
         if self.stream:  # the client must see that it did not end well
             self.close_connection = True
             return self.end_stream(status, code, self.stream.framed(f"data: {encode(body)}"))
         delay = getattr(error, "retry_after_ms", 1000 if status == 503 else None)
         if delay is not None:
             headers = {"retry-after-ms": delay, "Retry-After": -(-delay // 1000)}
+        if status == 405:
+            headers = {"Allow": ", ".join(ROUTES[self.route])}
         self.send(status, body, headers=headers, outcome=code)
 
     def record(self, status, outcome):
@@ -711,11 +691,10 @@ def open_server(args):
         address = socket.gethostbyname(host or "127.0.0.1"), int(port)
     except (OSError, ValueError):
         raise RequestError(f'--bind is "{args.bind}"; give HOST:PORT of this machine') from None
-    if not ipaddress.ip_address(address[0]).is_loopback and not args.allow_remote:
-        raise RequestError(f"{host} can be reached from other machines; say --allow-remote if that "
-                           "is meant, and set --api-key")
-    if args.api_key == "":
-        raise RequestError("the API key is empty; leave --api-key out to need none")
+    require(ipaddress.ip_address(address[0]).is_loopback or args.allow_remote,
+            f"{host} can be reached from other machines; say --allow-remote if that is meant, and "
+            "set --api-key")
+    require(args.api_key != "", "the API key is empty; leave --api-key out to need none")
     return Server(
         lambda: cli.open_engine(
             args, max_rows=args.batch_size, queue=args.queue, queue_tokens=args.queue_tokens,

@@ -191,7 +191,7 @@ class Choice:
     def __init__(self, order, request, index, server):
         self.order, self.request, self.index = order, request, index
         self.engine, self.shown = server.engine, server.shown
-        self.parser = chat.Parser(order.style, order.tools, order.in_reasoning)
+        self.parser = chat.Parser(order.style, order.tools, order.in_reasoning, order.one_call)
         self.deltas, self.entries = [], []  # all that was taken so far: text, logprobs
         self.finish = None  # the API's finish_reason, once all is taken
         self.unsure = deque()  # (place, entry) of tokens whose text may yet turn out to be a stop
@@ -204,29 +204,20 @@ class Choice:
         for _ in range(len(request.events)):
             event = request.events.popleft()
             entries = self.sure_entries(event) if self.order.logprobs else []
-            news.append((self.allowed(parser.feed(event.text)), entries))
+            news.append((parser.feed(event.text), entries))
             self.taken += 1
+        if over := parser.over:
+            request.cancel()
         if finish and not self.finish:
             # After a stop string the tokens that spell it are left out, as their text is.
             left = [entry for _, entry in self.unsure] if finish == "length" else []
-            news.append((self.allowed(parser.finish()), left))
-            called = parser.has_tool_calls and finish == "stop"
-            self.finish = "tool_calls" if called or self.has_second_call else finish
+            news.append((parser.finish(), left))
+            called = parser.ids and (over or finish == "stop")
+            self.finish = "tool_calls" if called else finish
         for deltas, entries in news:
             self.deltas += deltas
             self.entries += entries
         return news
-
-    @property
-    def has_second_call(self):
-        """Where only one call may be made, the next one ends the answer."""
-        return self.order.one_call and len(self.parser.ids) > 1
-
-    def allowed(self, deltas):
-        if self.has_second_call:
-            self.request.cancel()
-            return [delta for delta in deltas if len(delta) == 2 or delta[1] == 0]
-        return deltas
 
     def sure_entries(self, event):
         """Logprob entries of the tokens whose text has begun to come out with this event."""
@@ -253,13 +244,11 @@ class Choice:
 
     def part(self, deltas, entries, finish=None):
         """A choice of a chunk: what these deltas add."""
-        if self.order.is_chat:
-            said = {"delta": self.message(deltas)}
-            logprobs = {"content": entries} if entries else None
-        else:
-            said = {"text": text_of(deltas)}
-            logprobs = legacy_logprobs(entries) if entries else None
-        return {"index": self.index, **said, "logprobs": logprobs, "finish_reason": finish}
+        is_chat = self.order.is_chat
+        said = {"delta": self.message(deltas)} if is_chat else {"text": text_of(deltas)}
+        logprobs = {"content": entries} if is_chat else legacy_logprobs(entries)
+        return {"index": self.index, **said, "logprobs": logprobs if entries else None,
+                "finish_reason": finish}
 
     def whole(self):
         """A choice of an answer that is not streamed."""

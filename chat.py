@@ -466,23 +466,21 @@ class Parser:
     read, but in no delta yet.
     """
 
-    def __init__(self, style, tools, starts_in_reasoning):
-        """tools: the request's list, as in the OpenAI API, or None: nothing may be a call."""
-        self.ids = []
+    def __init__(self, style, tools, starts_in_reasoning, one_call=False):
+        """tools: the request's list, as in the OpenAI API, or None: nothing may be a call.
+        one_call: what follows the first call is no part of the answer."""
+        self.ids, self._one_call = [], one_call
+        self.over = False  # nothing can follow
         self._deltas, self._text, self._from, self._at, self._ended = [], "", 0, 0, False
         self._format = FORMATS.get(style.tools) if tools else None
         self._tools = {str(field(tool, "function", "name")):  # -> {parameter: schema}
                        field(tool, "function", "parameters", "properties") for tool in tools or []}
         self._grammar = self._answer(style.reasoning, starts_in_reasoning)
 
-    @property
-    def has_tool_calls(self):
-        return bool(self.ids)
-
     def feed(self, text):
         self._text = self._text[self._from:] + text
         self._at, self._from = self._at - self._from, 0
-        next(self._grammar, None)
+        self.over = next(self._grammar, True) is True
         deltas, self._deltas = self._deltas, []
         return deltas
 
@@ -556,7 +554,8 @@ class Parser:
             markers = ending(tuple(format.heads), SPACES)
             if format.bare:
                 yield from self._calls([])
-        while marker := (yield from self._until(markers, self._read, "content")):
+        while not (self._one_call and self.ids) and (
+                marker := (yield from self._until(markers, self._read, "content"))):
             yield from self._calls(format.heads[marker])
 
     # calls
@@ -566,6 +565,8 @@ class Parser:
         count = len(self.ids)
         while (yield from self._call(heads)):
             self._from, heads = self._at, []
+            if self._one_call:
+                return
         if len(self.ids) == count:
             return self._read("content")
         yield from self._skip_space()

@@ -15,7 +15,6 @@ What a request may say and how an answer is put is in api.py; read that first. H
 under way, the writer, the server, HTTP, the command line.
 """
 import contextlib
-import hmac
 import ipaddress
 import itertools
 import math
@@ -216,10 +215,8 @@ COUNTERS = ("steps", "rows", "steps_of_16_rows", "prompt_tokens", "cached_tokens
 
 
 def shut(connection, how=socket.SHUT_RDWR):
-    try:
+    with contextlib.suppress(OSError):  # it is already
         connection.shutdown(how)
-    except OSError:  # it is already
-        pass
 
 
 class Server(socketserver.ThreadingTCPServer):
@@ -477,7 +474,7 @@ class Handler(BaseHTTPRequestHandler):
                 "method_not_allowed")
         key, given = server.api_key, self.headers.get("authorization", "").encode("latin-1")
         require(not key or path in ("/", "/health")
-                or hmac.compare_digest(given, f"Bearer {key}".encode()),
+                or secrets.compare_digest(given, f"Bearer {key}".encode()),
                 "the API key is missing or wrong; send Authorization: Bearer KEY", 401,
                 "invalid_api_key")
         methods[method](self, self.read_body(), *match.groups())
@@ -585,13 +582,14 @@ class Handler(BaseHTTPRequestHandler):
             server.count(f"{name}_seconds_sum", seconds or 0.0)
             server.count(f"{name}_seconds_count", int(seconds is not None))
         receipt = self.receipt(answer) if order.receipt else {}
+        usage = {"usage": answer.usage()}
         if order.stream:
-            usage = [answer.event(usage=answer.usage())] if order.include_usage else []
-            signed = [answer.event(**receipt)] if receipt else []
-            self.end_stream(200, answer.summary(), *usage, *signed, answer.framed("data: [DONE]"))
+            ends = [usage] * order.include_usage + [receipt] * order.receipt
+            self.end_stream(200, answer.summary(), *(answer.event(**end) for end in ends),
+                            answer.framed("data: [DONE]"))
         else:
             self.send(200, {**answer.head, "choices": [c.whole() for c in answer.choices],
-                            "usage": answer.usage(), **receipt}, outcome=answer.summary())
+                            **usage, **receipt}, outcome=answer.summary())
 
     def end_stream(self, status, outcome, *events):
         self.record(status, outcome)

@@ -112,7 +112,7 @@ class Order:
             self.logprobs, self.top_logprobs = top is not None, top or 0
         self.sampling = self.read_sampling()
         self.tools, self.one_call, self.in_reasoning = None, False, False
-        self.style = server.style if is_chat else chat.style_of(None)
+        self.style = chat.style_of(server.template if is_chat else None)
         self.prompt = (self.read_chat if is_chat else self.read_prompt)(server)  # token ids
 
     def get(self, name, kind, default=None, most=None):

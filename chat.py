@@ -293,9 +293,7 @@ def tojson(value, ensure_ascii=False, **layout):
     return json.dumps(value, ensure_ascii=ensure_ascii, **layout)
 
 
-@functools.lru_cache(maxsize=8)
-def compiled(template):
-    return Environment().from_string(template)
+compiled = functools.lru_cache(maxsize=8)(Environment().from_string)
 
 
 def parts_of(template, variables):

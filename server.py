@@ -17,7 +17,6 @@ under way, the writer, the server, HTTP, the command line.
 import contextlib
 import ipaddress
 import itertools
-import math
 import os
 import re
 import secrets
@@ -29,7 +28,7 @@ import threading
 import time
 import traceback
 from collections import Counter, deque
-from concurrent.futures import Future, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from urllib.parse import unquote
@@ -233,11 +232,11 @@ class Server(socketserver.ThreadingTCPServer):
         self.cors, self.receipt_key, self.quiet, self.verbose = cors, receipt_key, quiet, verbose
         self.engine = self.failure = None
         self.draining = self.stopping = False
-        self.loaded, self.ended = threading.Event(), threading.Event()  # the engine; or failed to
+        self.loaded, self.ended = threading.Event(), Future()  # the engine; or failed to
         self.work, self.posted = threading.Event(), deque()  # (Future, function) for its thread
         self.gate = threading.Lock()  # nothing is submitted to an engine that ends
         self.steps, self.progress = 0, time.monotonic()  # when a step last ended, or none had to
-        self.deadlines = {}  # open connection -> when its request must be there; inf: it is
+        self.deadlines = {}  # open connection -> when its request must be there; None: it is
         self.samples, self.samples_lock = Counter(), threading.Lock()  # of /metrics
         super().__init__(address, Handler)
         self.loopback = ipaddress.ip_address(address[0]).is_loopback
@@ -255,7 +254,7 @@ class Server(socketserver.ThreadingTCPServer):
     def close(self):
         """Refuse what is new, finish what runs, hibernate sessions, end all threads."""
         self.draining = True
-        while math.inf in list(self.deadlines.values()):
+        while None in list(self.deadlines.values()):
             time.sleep(0.02)
         self.abort()
 
@@ -285,7 +284,7 @@ class Server(socketserver.ThreadingTCPServer):
     def service_actions(self):
         """Ten times a second: end connections whose request does not come."""
         for connection, deadline in list(self.deadlines.items()):
-            if time.monotonic() > deadline:
+            if deadline and time.monotonic() > deadline:
                 shut(connection)
 
     def shutdown_request(self, connection):
@@ -302,7 +301,6 @@ class Server(socketserver.ThreadingTCPServer):
         try:
             engine = self.open_engine()
             self.template = engine.gguf.metadata.get("tokenizer.chat_template")
-            self.style = chat.style_of(self.template)
             self.shown = frozenset(id for id, token in enumerate(engine.tokenizer.tokens)
                                    if token.decode(errors="replace") in chat.MARKERS)
             self.most_text = engine.cfg.n_ctx * max(map(len, engine.tokenizer.tokens))  # bytes
@@ -325,7 +323,7 @@ class Server(socketserver.ThreadingTCPServer):
                 if self.engine:
                     self.engine.fail(self.failure)
             write_log(f"leone: {self.failure if self.engine else text}")
-        self.ended.set()
+        self.ended.set_result(None)
         self.loaded.set()
 
     def turn(self, engine):
@@ -357,9 +355,8 @@ class Server(socketserver.ThreadingTCPServer):
         future = Future()
         self.posted.append((future, function))
         self.work.set()
-        while not wait([future], timeout=1.0).done:
-            if self.ended.is_set():
-                self.usable()  # says why
+        if future not in wait([future, self.ended], return_when=FIRST_COMPLETED).done:
+            self.usable()  # says why
         return future.result()
 
     def submit(self, order, choice):
@@ -373,12 +370,6 @@ class Server(socketserver.ThreadingTCPServer):
         return request
 
     # ---- what it says of itself ------------------------------------------------------------
-
-    def check_health(self):
-        """RequestError with status 503 unless requests are taken and answered."""
-        silent = time.monotonic() - self.progress
-        require(not self.usable().busy or silent <= STUCK_S,
-                f"no step has ended for {silent:.0f} s", 503, "stuck")
 
     def count(self, sample, value=1):
         with self.samples_lock:
@@ -492,7 +483,7 @@ class Handler(BaseHTTPRequestHandler):
         if len(body) < length:
             raise ConnectionError
         self.body_is_unread = False
-        self.server.deadlines[self.connection] = math.inf
+        self.server.deadlines[self.connection] = None
         return body
 
     # ---- answers -----------------------------------------------------------------------------
@@ -576,7 +567,7 @@ class Handler(BaseHTTPRequestHandler):
             return self.record(499, answer.summary())
         if answer.error:
             raise answer.error
-        while order.session and answer.choices[0].request.slot >= 0 and not server.ended.is_set():
+        while order.session and answer.choices[0].request.slot >= 0 and not server.ended.done():
             time.sleep(1e-3)  # a step under way may still use its memory; then its turn is over
         for name, seconds in zip(("time_to_first_token", "inter_token"), answer.times()):
             server.count(f"{name}_seconds_sum", seconds or 0.0)
@@ -610,8 +601,10 @@ class Handler(BaseHTTPRequestHandler):
         self.send(200, page, "text/html; charset=utf-8", {"Content-Security-Policy": CSP})
 
     def health(self, _):
-        self.server.check_health()
-        self.send(200, {"status": "ok", "model": self.server.model_name})
+        server, silent = self.server, time.monotonic() - self.server.progress
+        require(not server.usable().busy or silent <= STUCK_S,
+                f"no step has ended for {silent:.0f} s", 503, "stuck")
+        self.send(200, {"status": "ok", "model": server.model_name})
 
     def models(self, _):
         cfg = self.server.usable().cfg

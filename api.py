@@ -119,8 +119,7 @@ class Order:
         value = self.body.get(name)
         if value is None:
             return default
-        fits = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
-        require(fits, f"{name} must be {KINDS[kind]}", param=name)
+        require(type(value) is kind, f"{name} must be {KINDS[kind]}", param=name)
         require(most is None or 0 <= value <= most, f"{name} must be 0 to {most}", param=name)
         return value
 
@@ -146,8 +145,9 @@ class Order:
     def read_chat(self, server):
         self.tools, names = self.read_tools(), self.get("chat_template_kwargs", dict, {})
         self.one_call = not self.get("parallel_tool_calls", bool, True)
-        require(TEMPLATE_NAMES.isdisjoint(names), param="chat_template_kwargs",
-                problem=f"chat_template_kwargs cannot set {', '.join(TEMPLATE_NAMES)}")
+        require(TEMPLATE_NAMES.isdisjoint(names),
+                f"chat_template_kwargs cannot set {', '.join(TEMPLATE_NAMES)}",
+                param="chat_template_kwargs")
         if effort := self.get("reasoning_effort", str):
             names = {"reasoning_effort": effort, **names}
         messages = chat.prepare_messages(self.body.get("messages"), self.style)
@@ -195,7 +195,8 @@ class Choice:
         self.deltas, self.entries = [], []  # all that was taken so far: text, logprobs
         self.finish = None  # the API's finish_reason, once all is taken
         self.unsure = deque()  # (place, entry) of tokens whose text may yet turn out to be a stop
-        self.taken = self.sampled_bytes = self.sure_bytes = 0
+        self.sampled_bytes = self.sure_bytes = 0
+        self.top = iter(request.top)  # of the tokens to come; empty where none was asked for
 
     def advance(self):
         """What is new: a pair (deltas, logprob entries) for each token."""
@@ -205,7 +206,6 @@ class Choice:
             event = request.events.popleft()
             entries = self.sure_entries(event) if self.order.logprobs else []
             news.append((parser.feed(event.text), entries))
-            self.taken += 1
         if over := parser.over:
             request.cancel()
         if finish and not self.finish:
@@ -221,10 +221,9 @@ class Choice:
 
     def sure_entries(self, event):
         """Logprob entries of the tokens whose text has begun to come out with this event."""
-        top = self.request.top[self.taken] if self.order.top_logprobs else []
         self.unsure.append((self.sampled_bytes, {
             **self.entry(event.token, event.logprob),
-            "top_logprobs": [self.entry(*pair) for pair in top]}))
+            "top_logprobs": [self.entry(*pair) for pair in next(self.top, [])]}))
         self.sampled_bytes += len(self.bytes_of(event.token, event.token in self.shown))
         self.sure_bytes += len(event.text.encode())
         entries = []

@@ -630,17 +630,16 @@ class Parser:
         """<parameter=KEY> VALUE </parameter> and so on to </function>, written as JSON."""
         separator, marker = "", True
         while marker and (tag := (yield from self._next(PARAMETER))):
-            before, separator = f"{separator}{tojson(tag['key'])}: ", ", "
-            types = types_of(field(self._tools, name, tag["key"]))
+            self._write(f"{separator}{tojson(tag['key'])}: ")
+            separator, types = ", ", types_of(field(self._tools, name, tag["key"]))
             if types <= {"string"}:
-                self._write(before + '"')
+                self._write('"')
                 marker = yield from self._until(VALUE_END, self._write_string)
                 self._write('"')
             else:
-                start = self._at - self._from
                 marker = yield from self._until(VALUE_END, self._skip)
-                value = self._text[self._from + start:self._at].removesuffix(PARAMETER_END)
-                self._write(before + typed(value.removesuffix("\n"), types))
+                value = self._text[self._from:self._at].removesuffix(PARAMETER_END)
+                self._write(typed(value.removesuffix("\n"), types))
         end = marker and (yield from self._next((GAP, "</function>")))
         self._write("}")
         return end

@@ -12,6 +12,7 @@ from collections import deque
 from dataclasses import fields
 
 import chat
+from chat import require
 from errors import ModelError, RequestError
 from sampling import Sampling
 
@@ -43,8 +44,7 @@ def parse_json(data):
         encode(value).encode()  # fails for NaN, for 1e999 and for lone surrogates
     except (ValueError, RecursionError) as error:
         raise RequestError(f"the body is not plain JSON: {chat.one_line(error)}") from None
-    if not isinstance(value, dict):
-        raise RequestError("the body must be a JSON object")
+    require(isinstance(value, dict), "the body must be a JSON object")
     return value
 
 
@@ -74,8 +74,8 @@ TEMPLATE_NAMES = {"messages", "tools", "template", "known", "self", "add_generat
                   "bos_token", "eos_token"}  # not for chat_template_kwargs
 
 
-def unsupported(param, message):
-    return RequestError(message, code="unsupported_value", param=param)
+def supported(condition, problem, param):
+    require(condition, problem, code="unsupported_value", param=param)
 
 
 class Order:
@@ -84,21 +84,20 @@ class Order:
 
     def __init__(self, body, is_chat, server):
         for name, harmless in REFUSED.items():
-            if body.get(name) not in (None, harmless):
-                raise unsupported(name, f"{name} is not supported here; leave it out")
+            supported(body.get(name) in (None, harmless),
+                      f"{name} is not supported here; leave it out", name)
         self.body, self.is_chat, get = body, is_chat, self.get
         get("model", str)  # any: there is only one
         self.session, self.salt = get("session", str), get("cache_salt", str, "")
         self.receipt = get("receipt", bool, False)
-        if self.receipt and not server.receipt_key:
-            raise unsupported("receipt", "this server signs none; start it with --receipt-key FILE")
+        supported(server.receipt_key or not self.receipt,
+                  "this server signs none; start it with --receipt-key FILE", "receipt")
         room = server.engine.queue_limit + server.engine.max_sessions
         most = 1 if self.session or self.receipt else min(MOST_CHOICES, room)
         self.n = get("n", int, 1)
-        if not 1 <= self.n <= most:
-            raise RequestError(f"n must be 1 to {most} here; with a session or a receipt it is 1, "
-                               f"otherwise up to {MOST_CHOICES} and what --queue and --sessions "
-                               "hold together", param="n")
+        require(1 <= self.n <= most, f"n must be 1 to {most} here; with a session or a receipt it "
+                f"is 1, otherwise up to {MOST_CHOICES} and what --queue and --sessions hold "
+                "together", param="n")
         self.max_tokens = get("max_completion_tokens", int, get("max_tokens", int))
         self.ignore_eos = get("ignore_eos", bool, False)
         self.stream = get("stream", bool, False)
@@ -106,24 +105,22 @@ class Order:
         if is_chat:
             self.logprobs = get("logprobs", bool, False)
             self.top_logprobs = get("top_logprobs", int, 0, MOST_TOP_LOGPROBS)
-            if self.top_logprobs and not self.logprobs:
-                raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
+            require(self.logprobs or not self.top_logprobs, "top_logprobs needs logprobs: true",
+                    param="top_logprobs")
         else:
             top = get("logprobs", int, None, MOST_TOP_LOGPROBS)
             self.logprobs, self.top_logprobs = top is not None, top or 0
         self.sampling = self.read_sampling()
         self.tools, self.one_call, self.in_reasoning = None, False, False
-        self.style = server.style if is_chat else chat.style_of(None)
+        self.style = chat.style_of(server.template if is_chat else None)
         self.prompt = (self.read_chat if is_chat else self.read_prompt)(server)  # token ids
 
     def get(self, name, kind, default=None, most=None):
         value = self.body.get(name)
         if value is None:
             return default
-        if not isinstance(value, kind) or isinstance(value, bool) and kind is not bool:
-            raise RequestError(f"{name} must be {KINDS[kind]}", param=name)
-        if most is not None and not 0 <= value <= most:
-            raise RequestError(f"{name} must be 0 to {most}", param=name)
+        require(type(value) is kind, f"{name} must be {KINDS[kind]}", param=name)
+        require(most is None or 0 <= value <= most, f"{name} must be 0 to {most}", param=name)
         return value
 
     def read_sampling(self):
@@ -141,16 +138,16 @@ class Order:
         if isinstance(prompt, str):
             check_size([prompt], "prompt", server)
             return server.engine.tokenize(prompt, special)
-        if isinstance(prompt, list) and bool in map(type, prompt):  # to Python, True is 1
-            raise RequestError("the prompt must be text or token ids", param="prompt")
+        has_bools = isinstance(prompt, list) and bool in map(type, prompt)  # to Python, True is 1
+        require(not has_bools, "the prompt must be text or token ids", param="prompt")
         return prompt
 
     def read_chat(self, server):
         self.tools, names = self.read_tools(), self.get("chat_template_kwargs", dict, {})
         self.one_call = not self.get("parallel_tool_calls", bool, True)
-        if TEMPLATE_NAMES & names.keys():
-            raise RequestError(f"chat_template_kwargs cannot set {', '.join(TEMPLATE_NAMES)}",
-                               param="chat_template_kwargs")
+        require(TEMPLATE_NAMES.isdisjoint(names),
+                f"chat_template_kwargs cannot set {', '.join(TEMPLATE_NAMES)}",
+                param="chat_template_kwargs")
         if effort := self.get("reasoning_effort", str):
             names = {"reasoning_effort": effort, **names}
         messages = chat.prepare_messages(self.body.get("messages"), self.style)
@@ -164,27 +161,25 @@ class Order:
     def read_tools(self):
         """The tools as given, None where the model is not to call any."""
         tools, choice = self.get("tools", list, []), self.body.get("tool_choice")
-        if len(tools) > MOST_TOOLS:
-            raise RequestError(f"at most {MOST_TOOLS} tools are allowed", param="tools")
+        require(len(tools) <= MOST_TOOLS, f"at most {MOST_TOOLS} tools are allowed", param="tools")
         for tool in tools:
-            name = chat.field(tool, "function", "name")
-            if (chat.field(tool, "type") != "function" or not isinstance(name, str)
-                    or not re.fullmatch(chat.NAME, name)):
-                raise RequestError('a tool is {"type": "function", "function": {"name": NAME, '
-                                   '"parameters": JSON SCHEMA}}', param="tools")
-        if choice not in (None, "auto", "none"):
-            raise unsupported("tool_choice", 'a call cannot be enforced; say "auto" or "none"')
-        if tools and not self.style.tools:
-            raise unsupported("tools", "the template of this model knows no tools; leave them out")
+            named = chat.is_name(chat.field(tool, "function", "name"))
+            require(named and tool.get("type") == "function",
+                    'a tool is {"type": "function", "function": {"name": NAME, '
+                    '"parameters": JSON SCHEMA}}', param="tools")
+        supported(choice in (None, "auto", "none"),
+                  'a call cannot be enforced; say "auto" or "none"', "tool_choice")
+        supported(self.style.tools or not tools,
+                  "the template of this model knows no tools; leave them out", "tools")
         return tools if tools and choice != "none" else None
 
 
 def check_size(texts, param, server):
     """RequestError for texts that fit into no context, before time is spent on their tokens."""
     size = sum(len(text.encode()) for text in texts)
-    if size > server.most_text:
-        raise RequestError(f"{size} bytes of text exceed the context of {server.engine.cfg.n_ctx} "
-                           "tokens; shorten them", code="context_length_exceeded", param=param)
+    require(size <= server.most_text,
+            f"{size} bytes of text exceed the context of {server.engine.cfg.n_ctx} tokens; shorten "
+            "them", code="context_length_exceeded", param=param)
 
 
 # ---- how an answer is put --------------------------------------------------------------------
@@ -196,11 +191,12 @@ class Choice:
     def __init__(self, order, request, index, server):
         self.order, self.request, self.index = order, request, index
         self.engine, self.shown = server.engine, server.shown
-        self.parser = chat.Parser(order.style, order.tools, order.in_reasoning)
+        self.parser = chat.Parser(order.style, order.tools, order.in_reasoning, order.one_call)
         self.deltas, self.entries = [], []  # all that was taken so far: text, logprobs
         self.finish = None  # the API's finish_reason, once all is taken
         self.unsure = deque()  # (place, entry) of tokens whose text may yet turn out to be a stop
-        self.taken = self.sampled_bytes = self.sure_bytes = 0
+        self.sampled_bytes = self.sure_bytes = 0
+        self.top = iter(request.top)  # of the tokens to come; empty where none was asked for
 
     def advance(self):
         """What is new: a pair (deltas, logprob entries) for each token."""
@@ -209,36 +205,25 @@ class Choice:
         for _ in range(len(request.events)):
             event = request.events.popleft()
             entries = self.sure_entries(event) if self.order.logprobs else []
-            news.append((self.allowed(parser.feed(event.text)), entries))
-            self.taken += 1
+            news.append((parser.feed(event.text), entries))
+        if over := parser.over:
+            request.cancel()
         if finish and not self.finish:
             # After a stop string the tokens that spell it are left out, as their text is.
             left = [entry for _, entry in self.unsure] if finish == "length" else []
-            news.append((self.allowed(parser.finish()), left))
-            called = parser.has_tool_calls and finish == "stop"
-            self.finish = "tool_calls" if called or self.has_second_call else finish
+            news.append((parser.finish(), left))
+            called = parser.ids and (over or finish == "stop")
+            self.finish = "tool_calls" if called else finish
         for deltas, entries in news:
             self.deltas += deltas
             self.entries += entries
         return news
 
-    @property
-    def has_second_call(self):
-        """Where only one call may be made, the next one ends the answer."""
-        return self.order.one_call and len(self.parser.ids) > 1
-
-    def allowed(self, deltas):
-        if self.has_second_call:
-            self.request.cancel()
-            return [delta for delta in deltas if len(delta) == 2 or delta[1] == 0]
-        return deltas
-
     def sure_entries(self, event):
         """Logprob entries of the tokens whose text has begun to come out with this event."""
-        top = self.request.top[self.taken] if self.order.top_logprobs else []
         self.unsure.append((self.sampled_bytes, {
             **self.entry(event.token, event.logprob),
-            "top_logprobs": [self.entry(*pair) for pair in top]}))
+            "top_logprobs": [self.entry(*pair) for pair in next(self.top, [])]}))
         self.sampled_bytes += len(self.bytes_of(event.token, event.token in self.shown))
         self.sure_bytes += len(event.text.encode())
         entries = []
@@ -258,13 +243,11 @@ class Choice:
 
     def part(self, deltas, entries, finish=None):
         """A choice of a chunk: what these deltas add."""
-        if self.order.is_chat:
-            said = {"delta": self.message(deltas)}
-            logprobs = {"content": entries} if entries else None
-        else:
-            said = {"text": text_of(deltas)}
-            logprobs = legacy_logprobs(entries) if entries else None
-        return {"index": self.index, **said, "logprobs": logprobs, "finish_reason": finish}
+        is_chat = self.order.is_chat
+        said = {"delta": self.message(deltas)} if is_chat else {"text": text_of(deltas)}
+        logprobs = {"content": entries} if is_chat else legacy_logprobs(entries)
+        return {"index": self.index, **said, "logprobs": logprobs if entries else None,
+                "finish_reason": finish}
 
     def whole(self):
         """A choice of an answer that is not streamed."""

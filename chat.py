@@ -41,6 +41,7 @@ OUTPUT_LIMIT = 1 << 22  # characters
 # A template may build "<|user|>" from these; any other role is foreign text.
 ROLES = "system", "developer", "user", "assistant", "tool"
 NAME = r"[\w.:/-]{1,128}"  # of a tool or a participant
+NAMES = "1 to 128 letters, digits or any of _ . : / -"
 
 
 # ---- the prompt --------------------------------------------------------------------------------
@@ -60,14 +61,17 @@ def prepare_messages(messages, style=None):
             for index, message in enumerate(messages)]
 
 
-def check(condition, problem):
+def require(condition, problem, status=400, code="invalid_request", param=None):
+    """RequestError unless the condition holds."""
     if not condition:
-        raise RequestError(problem, param="messages")
+        raise RequestError(problem, status, code, param)
 
 
-def check_name(name, where):
-    check(isinstance(name, str) and re.fullmatch(NAME, name),
-          f"{where} must be 1 to 128 letters, digits or any of _ . : / -")
+check = functools.partial(require, param="messages")
+
+
+def is_name(value):
+    return isinstance(value, str) and re.fullmatch(NAME, value)
 
 
 def prepared_message(message, where, deepseek):
@@ -83,7 +87,7 @@ def prepared_message(message, where, deepseek):
         message["content"] = "\n".join(part["text"] for part in content)
     for key in "content", "reasoning_content", "tool_call_id":
         check(isinstance(message.get(key, ""), str), f"{where}.{key} must be text")
-    check_name(message.get("name", "none"), f"{where}.name")
+    check(is_name(message.get("name", "none")), f"{where}.name must be {NAMES}")
     check(isinstance(calls, list) and (role == "assistant" or not calls),
           f"{where}.tool_calls must be a list, and the role assistant")
     if calls:
@@ -96,7 +100,7 @@ def prepared_message(message, where, deepseek):
 
 def prepared_call(call, where, as_text):
     name, arguments = (field(call, "function", key) for key in ("name", "arguments"))
-    check_name(name, f"{where}.function.name")
+    check(is_name(name), f"{where}.function.name must be {NAMES}")
     check(isinstance(arguments, str), f"{where}.function.arguments must be JSON text")
     with contextlib.suppress(ValueError):  # some model's mistake: the template shows it as it is
         value = strict_json(arguments.strip() or "{}")
@@ -284,15 +288,12 @@ def raise_exception(message):
     raise ValueError(message)
 
 
-def tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
+def tojson(value, ensure_ascii=False, **layout):
     # Jinja's own filter sorts keys and escapes <, >, & and ': not what models were trained on.
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators,
-                      sort_keys=sort_keys)
+    return json.dumps(value, ensure_ascii=ensure_ascii, **layout)
 
 
-@functools.lru_cache(maxsize=8)
-def compiled(template):
-    return Environment().from_string(template)
+compiled = functools.lru_cache(maxsize=8)(Environment().from_string)
 
 
 def parts_of(template, variables):
@@ -463,23 +464,21 @@ class Parser:
     read, but in no delta yet.
     """
 
-    def __init__(self, style, tools, starts_in_reasoning):
-        """tools: the request's list, as in the OpenAI API, or None: nothing may be a call."""
-        self.ids = []
+    def __init__(self, style, tools, starts_in_reasoning, one_call=False):
+        """tools: the request's list, as in the OpenAI API, or None: nothing may be a call.
+        one_call: what follows the first call is no part of the answer."""
+        self.ids, self._one_call = [], one_call
+        self.over = False  # nothing can follow
         self._deltas, self._text, self._from, self._at, self._ended = [], "", 0, 0, False
         self._format = FORMATS.get(style.tools) if tools else None
         self._tools = {str(field(tool, "function", "name")):  # -> {parameter: schema}
                        field(tool, "function", "parameters", "properties") for tool in tools or []}
         self._grammar = self._answer(style.reasoning, starts_in_reasoning)
 
-    @property
-    def has_tool_calls(self):
-        return bool(self.ids)
-
     def feed(self, text):
         self._text = self._text[self._from:] + text
         self._at, self._from = self._at - self._from, 0
-        next(self._grammar, None)
+        self.over = next(self._grammar, True) is True
         deltas, self._deltas = self._deltas, []
         return deltas
 
@@ -502,7 +501,7 @@ class Parser:
         self._from = self._at
 
     def _write_string(self):
-        self._write(json_text(self._text[self._from:self._at])[1:-1])
+        self._write(tojson(self._text[self._from:self._at])[1:-1])
 
     def _skip(self, *_):
         """Where _write is not wanted."""
@@ -553,7 +552,8 @@ class Parser:
             markers = ending(tuple(format.heads), SPACES)
             if format.bare:
                 yield from self._calls([])
-        while marker := (yield from self._until(markers, self._read, "content")):
+        while not (self._one_call and self.ids) and (
+                marker := (yield from self._until(markers, self._read, "content"))):
             yield from self._calls(format.heads[marker])
 
     # calls
@@ -563,6 +563,8 @@ class Parser:
         count = len(self.ids)
         while (yield from self._call(heads)):
             self._from, heads = self._at, []
+            if self._one_call:
+                return
         if len(self.ids) == count:
             return self._read("content")
         yield from self._skip_space()
@@ -628,31 +630,26 @@ class Parser:
         """<parameter=KEY> VALUE </parameter> and so on to </function>, written as JSON."""
         separator, marker = "", True
         while marker and (tag := (yield from self._next(PARAMETER))):
-            before, separator = f"{separator}{json_text(tag['key'])}: ", ", "
-            types = types_of(field(self._tools, name, tag["key"]))
+            self._write(f"{separator}{tojson(tag['key'])}: ")
+            separator, types = ", ", types_of(field(self._tools, name, tag["key"]))
             if types <= {"string"}:
-                self._write(before + '"')
+                self._write('"')
                 marker = yield from self._until(VALUE_END, self._write_string)
                 self._write('"')
             else:
-                start = self._at - self._from
                 marker = yield from self._until(VALUE_END, self._skip)
-                value = self._text[self._from + start:self._at].removesuffix(PARAMETER_END)
-                self._write(before + typed(value.removesuffix("\n"), types))
+                value = self._text[self._from:self._at].removesuffix(PARAMETER_END)
+                self._write(typed(value.removesuffix("\n"), types))
         end = marker and (yield from self._next((GAP, "</function>")))
         self._write("}")
         return end
-
-
-def json_text(text):
-    return json.dumps(text, ensure_ascii=False)
 
 
 RAW = re.compile(r"[\x00-\x1f]|^\\$")  # what a string must not hold as it is
 
 
 def escaped(match):
-    return json_text(match[0])[1:-1]
+    return tojson(match[0])[1:-1]
 
 
 def types_of(schema):
@@ -672,8 +669,8 @@ def typed(text, types):
     try:
         value = strict_json(word)
     except ValueError:
-        return json_text(text)
-    return word if value is None or "string" not in types else json_text(text)
+        return tojson(text)
+    return word if value is None or "string" not in types else tojson(text)
 
 
 if __name__ == "__main__":

@@ -14,10 +14,9 @@ Three kinds of thread share the work:
 What a request may say and how an answer is put is in api.py; read that first. Here follow answers
 under way, the writer, the server, HTTP, the command line.
 """
-import hmac
+import contextlib
 import ipaddress
 import itertools
-import math
 import os
 import re
 import secrets
@@ -29,7 +28,7 @@ import threading
 import time
 import traceback
 from collections import Counter, deque
-from concurrent.futures import Future, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from urllib.parse import unquote
@@ -38,6 +37,7 @@ import chat
 import cli
 import receipts
 from api import Choice, Order, encode, error_object, parse_json
+from chat import require
 from errors import LeoneError, Overloaded, RequestError
 from leone import VERSION
 
@@ -81,9 +81,8 @@ class Answer:
         self.buffer, self.lagged = bytearray(), False  # lagged: what is new will go out together
         self.moved = time.monotonic()  # when bytes were last taken
         if order.stream and order.is_chat:
-            role = {"delta": {"role": "assistant", "content": ""}, "logprobs": None}
-            for i in range(len(requests)):
-                self.buffer += self.event({"index": i, **role, "finish_reason": None})
+            role = {"delta": {"role": "assistant", "content": ""}}
+            self.buffer += b"".join(self.event({**c.part([], []), **role}) for c in self.choices)
 
     def event(self, *choices, **more):
         """A server-sent event with these choices."""
@@ -93,6 +92,44 @@ class Answer:
     def framed(self, text):
         data = text.encode() + b"\n\n"
         return b"%x\r\n%b\r\n" % (len(data), data) if self.chunked else data
+
+    def pump(self):
+        """Send what is new. True once there will be no more. OSError if its client is gone."""
+        if not self.flush():
+            return False
+        for choice in self.choices:
+            news = choice.advance()
+            self.error = self.error or choice.request.error
+            if self.order.stream and not self.error:
+                if self.lagged and news:
+                    news = [tuple(sum(parts, []) for parts in zip(*news))]
+                parts = [choice.part(*new) for new in news if any(new)]
+                if news and choice.finish:
+                    parts.append(choice.part([], [], choice.finish))
+                self.buffer += b"".join(map(self.event, parts))
+        self.lagged = False
+        return self.flush() and bool(self.error or all(c.finish for c in self.choices))
+
+    def flush(self):
+        """Send what the socket takes. True if that is all there is."""
+        with contextlib.suppress(BlockingIOError):
+            if self.buffer:
+                del self.buffer[:self.connection.send(self.buffer)]
+                self.moved = time.monotonic()
+        self.lagged |= bool(self.buffer)
+        return not self.buffer
+
+    def look_after(self):
+        """Like pump, also for a client that went away, takes nothing, or has long heard nothing."""
+        with contextlib.suppress(BlockingIOError):  # it says nothing, as it should
+            if not self.connection.recv(1, socket.MSG_PEEK):
+                raise ConnectionError("disconnected")
+        silent = time.monotonic() - self.moved
+        if self.buffer and silent > SEND_S:
+            raise TimeoutError("too slow")
+        if self.order.stream and not self.buffer and silent > KEEPALIVE_S:
+            self.buffer += self.framed(": keepalive")
+        return self.pump()
 
     def usage(self):
         requests = [choice.request for choice in self.choices]
@@ -141,8 +178,7 @@ class Writer(threading.Thread):
     def take_over(self, answer):
         """Any thread: from now on the answer's socket is the writer's, until it is done."""
         answer.connection.setblocking(False)
-        for choice in answer.choices:
-            self.answers[choice.request] = answer
+        self.answers.update((choice.request, answer) for choice in answer.choices)
         self.notify(answer.choices[0].request)
 
     def run(self):
@@ -151,78 +187,24 @@ class Writer(threading.Thread):
             self.awake.wait(TICK_S if self.answers else 1.0)
             self.awake.clear()
             noticed = (self.notices.popleft() for _ in range(len(self.notices)))
-            for answer in dict.fromkeys(map(self.answers.get, noticed)):
-                self.guarded(self.pump, answer)
+            self.see_to(dict.fromkeys(map(self.answers.get, noticed)), Answer.pump)
             if time.monotonic() > ticked + TICK_S:
                 ticked = time.monotonic()
-                for answer in set(self.answers.values()):
-                    self.guarded(self.look_after, answer)
+                self.see_to(set(self.answers.values()), Answer.look_after)
 
-    def guarded(self, method, answer):
-        """Call a method. Whatever goes wrong ends this answer, not the thread."""
-        try:
-            if answer and not answer.done.is_set():
-                method(answer)
-        except OSError:
-            self.let_go(answer, "disconnected")
-        except Exception as error:
-            answer.error = report_bug(error)
-            self.let_go(answer)
-
-    def pump(self, answer):
-        """Send what is new."""
-        if not self.flush(answer):
-            return
-        for choice in answer.choices:
-            news = choice.advance()
-            answer.error = answer.error or choice.request.error
-            if not answer.order.stream or answer.error:
-                continue
-            if answer.lagged and news:
-                news = [tuple(sum(parts, []) for parts in zip(*news))]
-            for deltas, entries in news:
-                if deltas or entries:
-                    answer.buffer += answer.event(choice.part(deltas, entries))
-            if news and choice.finish:
-                answer.buffer += answer.event(choice.part([], [], choice.finish))
-        answer.lagged = False
-        if self.flush(answer) and (answer.error or all(c.finish for c in answer.choices)):
-            self.let_go(answer)
-
-    def flush(self, answer):
-        """Send what the socket takes. True if that is all there is."""
-        try:
-            if answer.buffer:
-                del answer.buffer[:answer.connection.send(answer.buffer)]
-                answer.moved = time.monotonic()
-        except BlockingIOError:
-            pass
-        answer.lagged |= bool(answer.buffer)
-        return not answer.buffer
-
-    def look_after(self, answer):
-        """A client may be gone, or take nothing, or hear nothing for a long time."""
-        try:
-            if not answer.connection.recv(1, socket.MSG_PEEK):
-                return self.let_go(answer, "disconnected")
-        except BlockingIOError:  # it says nothing, as it should
-            pass
-        silent = time.monotonic() - answer.moved
-        if answer.buffer and silent > SEND_S:
-            self.let_go(answer, "too slow")
-        elif answer.buffer:
-            self.pump(answer)
-        elif answer.order.stream and silent > KEEPALIVE_S:
-            answer.buffer += answer.framed(": keepalive")
-            self.flush(answer)
-
-    def let_go(self, answer, gone=None):
-        """Hand an answer back to the thread that waits for it. gone: why nobody is there to read
-        it."""
-        for choice in answer.choices:
-            self.answers.pop(choice.request, None)
-        answer.gone = gone
-        answer.done.set()
+    def see_to(self, answers, send):
+        """Hand those that are finished, or went wrong, back to the threads that wait for them."""
+        for answer in answers:
+            try:
+                if not answer or not send(answer):
+                    continue
+            except OSError as error:
+                answer.gone = chat.one_line(error)
+            except Exception as error:
+                answer.error = report_bug(error)
+            for choice in answer.choices:
+                del self.answers[choice.request]
+            answer.done.set()
 
 
 # ---- the server ------------------------------------------------------------------------------
@@ -232,10 +214,8 @@ COUNTERS = ("steps", "rows", "steps_of_16_rows", "prompt_tokens", "cached_tokens
 
 
 def shut(connection, how=socket.SHUT_RDWR):
-    try:
+    with contextlib.suppress(OSError):  # it is already
         connection.shutdown(how)
-    except OSError:  # it is already
-        pass
 
 
 class Server(socketserver.ThreadingTCPServer):
@@ -252,11 +232,11 @@ class Server(socketserver.ThreadingTCPServer):
         self.cors, self.receipt_key, self.quiet, self.verbose = cors, receipt_key, quiet, verbose
         self.engine = self.failure = None
         self.draining = self.stopping = False
-        self.loaded, self.ended = threading.Event(), threading.Event()  # the engine; or failed to
+        self.loaded, self.ended = threading.Event(), Future()  # the engine; or failed to
         self.work, self.posted = threading.Event(), deque()  # (Future, function) for its thread
         self.gate = threading.Lock()  # nothing is submitted to an engine that ends
         self.steps, self.progress = 0, time.monotonic()  # when a step last ended, or none had to
-        self.deadlines = {}  # open connection -> when its request must be there; inf: it is
+        self.deadlines = {}  # open connection -> when its request must be there; None: it is
         self.samples, self.samples_lock = Counter(), threading.Lock()  # of /metrics
         super().__init__(address, Handler)
         self.loopback = ipaddress.ip_address(address[0]).is_loopback
@@ -274,7 +254,7 @@ class Server(socketserver.ThreadingTCPServer):
     def close(self):
         """Refuse what is new, finish what runs, hibernate sessions, end all threads."""
         self.draining = True
-        while math.inf in list(self.deadlines.values()):
+        while None in list(self.deadlines.values()):
             time.sleep(0.02)
         self.abort()
 
@@ -304,7 +284,7 @@ class Server(socketserver.ThreadingTCPServer):
     def service_actions(self):
         """Ten times a second: end connections whose request does not come."""
         for connection, deadline in list(self.deadlines.items()):
-            if time.monotonic() > deadline:
+            if deadline and time.monotonic() > deadline:
                 shut(connection)
 
     def shutdown_request(self, connection):
@@ -321,7 +301,6 @@ class Server(socketserver.ThreadingTCPServer):
         try:
             engine = self.open_engine()
             self.template = engine.gguf.metadata.get("tokenizer.chat_template")
-            self.style = chat.style_of(self.template)
             self.shown = frozenset(id for id, token in enumerate(engine.tokenizer.tokens)
                                    if token.decode(errors="replace") in chat.MARKERS)
             self.most_text = engine.cfg.n_ctx * max(map(len, engine.tokenizer.tokens))  # bytes
@@ -344,7 +323,7 @@ class Server(socketserver.ThreadingTCPServer):
                 if self.engine:
                     self.engine.fail(self.failure)
             write_log(f"leone: {self.failure if self.engine else text}")
-        self.ended.set()
+        self.ended.set_result(None)
         self.loaded.set()
 
     def turn(self, engine):
@@ -365,12 +344,9 @@ class Server(socketserver.ThreadingTCPServer):
 
     def usable(self):
         """The engine; RequestError with status 503 where requests cannot be taken."""
-        if self.failure:
-            raise RequestError(str(self.failure), 503, "engine_failed")
-        if self.draining:
-            raise RequestError("the server is shutting down", 503, "draining")
-        if not self.engine:
-            raise RequestError("the model is being loaded; try again later", 503, "loading")
+        require(not self.failure, str(self.failure), 503, "engine_failed")
+        require(not self.draining, "the server is shutting down", 503, "draining")
+        require(self.engine, "the model is being loaded; try again later", 503, "loading")
         return self.engine
 
     def on_engine(self, function):
@@ -379,9 +355,8 @@ class Server(socketserver.ThreadingTCPServer):
         future = Future()
         self.posted.append((future, function))
         self.work.set()
-        while not wait([future], timeout=1.0).done:
-            if self.ended.is_set():
-                self.usable()  # says why
+        if future not in wait([future, self.ended], return_when=FIRST_COMPLETED).done:
+            self.usable()  # says why
         return future.result()
 
     def submit(self, order, choice):
@@ -395,12 +370,6 @@ class Server(socketserver.ThreadingTCPServer):
         return request
 
     # ---- what it says of itself ------------------------------------------------------------
-
-    def check_health(self):
-        """RequestError with status 503 unless requests are taken and answered."""
-        silent = time.monotonic() - self.progress
-        if self.usable().busy and silent > STUCK_S:
-            raise RequestError(f"no step has ended for {silent:.0f} s", 503, "stuck")
 
     def count(self, sample, value=1):
         with self.samples_lock:
@@ -473,51 +442,48 @@ class Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             raise Overloaded(f"{MOST_CONNECTIONS} connections are open; try again later", 0, 0,
                              1000, "too_many_connections")
-        if self.headers.defects or len(hosts) != 1 and self.request_version == "HTTP/1.1":
-            raise RequestError("the head of the request is malformed", 400, "malformed_request")
+        one_host = len(hosts) == 1 or self.request_version != "HTTP/1.1"
+        require(one_host and not self.headers.defects, "the head of the request is malformed",
+                400, "malformed_request")
         host, origin = (hosts or ["localhost"])[0].strip(), self.headers.get("origin")
-        if server.loopback and not is_local(host):
-            raise RequestError("call this server by an IP address or as localhost", 403,
-                               "host_not_allowed")
-        if origin and server.cors not in ("*", origin) and origin.partition("://")[2] != host:
-            raise RequestError("pages of another origin may not call this server; start it with "
-                               "--cors ORIGIN", 403, "origin_not_allowed")
+        require(not server.loopback or is_local(host),
+                "call this server by an IP address or as localhost", 403, "host_not_allowed")
+        own = not origin or server.cors in ("*", origin) or origin.partition("://")[2] == host
+        require(own, "pages of another origin may not call this server; start it with "
+                "--cors ORIGIN", 403, "origin_not_allowed")
 
     def dispatch(self):
         target = re.sub("(?i)^https?://[^/?]*", "", self.path) or "/"  # the absolute form
         server, path = self.server, unquote(target.partition("?")[0])
         matches = ((route, re.fullmatch(route.replace("*", "([^/]+)"), path)) for route in ROUTES)
         self.route, match = next((pair for pair in matches if pair[1]), ("other", None))
-        if not match:
-            raise RequestError("there is no such path; SERVING.md lists them", 404, "not_found")
-        methods = ROUTES[self.route]
+        require(match, "there is no such path; SERVING.md lists them", 404, "not_found")
+        methods, method = ROUTES[self.route], self.command.replace("HEAD", "GET")
         if self.command == "OPTIONS" and server.cors:
             return self.send(200, b"")
-        if (method := self.command.replace("HEAD", "GET")) not in methods:
-            allowed = ", ".join(methods)
-            return self.send_problem(RequestError(
-                f"this path takes {allowed}", 405, "method_not_allowed"), {"Allow": allowed})
+        require(method in methods, f"this path takes {', '.join(methods)}", 405,
+                "method_not_allowed")
         key, given = server.api_key, self.headers.get("authorization", "").encode("latin-1")
-        if key and path not in ("/", "/health") and not hmac.compare_digest(
-                given, f"Bearer {key}".encode()):
-            raise RequestError("the API key is missing or wrong; send Authorization: Bearer KEY",
-                               401, "invalid_api_key")
+        require(not key or path in ("/", "/health")
+                or secrets.compare_digest(given, f"Bearer {key}".encode()),
+                "the API key is missing or wrong; send Authorization: Bearer KEY", 401,
+                "invalid_api_key")
         methods[method](self, self.read_body(), *match.groups())
 
     def read_body(self):
-        lengths = {length.strip() for length in self.headers.get_all("content-length", ["0"])}
-        if self.headers.get("transfer-encoding"):
-            raise RequestError("send the body with a Content-Length", 411, "length_required")
-        if len(lengths) > 1 or not re.fullmatch("[0-9]{1,15}", length := lengths.pop()):
-            raise RequestError("Content-Length is not a number", 400, "malformed_request")
-        if int(length) > BODY_LIMIT:
-            raise RequestError(f"the body has {length} bytes; {BODY_LIMIT} are allowed", 413,
-                               "body_too_large")
-        body = self.rfile.read(int(length))
-        if len(body) < int(length):
+        require(not self.headers.get("transfer-encoding"), "send the body with a Content-Length",
+                411, "length_required")
+        given = {length.strip() for length in self.headers.get_all("content-length", ["0"])}
+        require(re.fullmatch("[0-9]{1,15}", ",".join(given)), "Content-Length is not a number", 400,
+                "malformed_request")
+        length = int(given.pop())
+        require(length <= BODY_LIMIT, f"the body has {length} bytes; {BODY_LIMIT} are allowed", 413,
+                "body_too_large")
+        body = self.rfile.read(length)
+        if len(body) < length:
             raise ConnectionError
         self.body_is_unread = False
-        self.server.deadlines[self.connection] = math.inf
+        self.server.deadlines[self.connection] = None
         return body
 
     # ---- answers -----------------------------------------------------------------------------
@@ -550,15 +516,17 @@ class Handler(BaseHTTPRequestHandler):
             while self.rfile.read1(1 << 16):
                 pass
 
-    def send_problem(self, error, headers={}):
+    def send_problem(self, error):
         status, body = error_object(error)
-        code = body["error"]["code"]
+        code, headers = body["error"]["code"], {}
         if self.stream:  # the client must see that it did not end well
             self.close_connection = True
             return self.end_stream(status, code, self.stream.framed(f"data: {encode(body)}"))
         delay = getattr(error, "retry_after_ms", 1000 if status == 503 else None)
         if delay is not None:
             headers = {"retry-after-ms": delay, "Retry-After": -(-delay // 1000)}
+        if status == 405:
+            headers = {"Allow": ", ".join(ROUTES[self.route])}
         self.send(status, body, headers=headers, outcome=code)
 
     def record(self, status, outcome):
@@ -599,19 +567,20 @@ class Handler(BaseHTTPRequestHandler):
             return self.record(499, answer.summary())
         if answer.error:
             raise answer.error
-        while order.session and answer.choices[0].request.slot >= 0 and not server.ended.is_set():
+        while order.session and answer.choices[0].request.slot >= 0 and not server.ended.done():
             time.sleep(1e-3)  # a step under way may still use its memory; then its turn is over
         for name, seconds in zip(("time_to_first_token", "inter_token"), answer.times()):
             server.count(f"{name}_seconds_sum", seconds or 0.0)
             server.count(f"{name}_seconds_count", int(seconds is not None))
         receipt = self.receipt(answer) if order.receipt else {}
+        usage = {"usage": answer.usage()}
         if order.stream:
-            usage = [answer.event(usage=answer.usage())] if order.include_usage else []
-            signed = [answer.event(**receipt)] if receipt else []
-            self.end_stream(200, answer.summary(), *usage, *signed, answer.framed("data: [DONE]"))
+            ends = [usage] * order.include_usage + [receipt] * order.receipt
+            self.end_stream(200, answer.summary(), *(answer.event(**end) for end in ends),
+                            answer.framed("data: [DONE]"))
         else:
             self.send(200, {**answer.head, "choices": [c.whole() for c in answer.choices],
-                            "usage": answer.usage(), **receipt}, outcome=answer.summary())
+                            **usage, **receipt}, outcome=answer.summary())
 
     def end_stream(self, status, outcome, *events):
         self.record(status, outcome)
@@ -632,8 +601,10 @@ class Handler(BaseHTTPRequestHandler):
         self.send(200, page, "text/html; charset=utf-8", {"Content-Security-Policy": CSP})
 
     def health(self, _):
-        self.server.check_health()
-        self.send(200, {"status": "ok", "model": self.server.model_name})
+        server, silent = self.server, time.monotonic() - self.server.progress
+        require(not server.usable().busy or silent <= STUCK_S,
+                f"no step has ended for {silent:.0f} s", 503, "stuck")
+        self.send(200, {"status": "ok", "model": server.model_name})
 
     def models(self, _):
         cfg = self.server.usable().cfg
@@ -711,11 +682,10 @@ def open_server(args):
         address = socket.gethostbyname(host or "127.0.0.1"), int(port)
     except (OSError, ValueError):
         raise RequestError(f'--bind is "{args.bind}"; give HOST:PORT of this machine') from None
-    if not ipaddress.ip_address(address[0]).is_loopback and not args.allow_remote:
-        raise RequestError(f"{host} can be reached from other machines; say --allow-remote if that "
-                           "is meant, and set --api-key")
-    if args.api_key == "":
-        raise RequestError("the API key is empty; leave --api-key out to need none")
+    require(ipaddress.ip_address(address[0]).is_loopback or args.allow_remote,
+            f"{host} can be reached from other machines; say --allow-remote if that is meant, and "
+            "set --api-key")
+    require(args.api_key != "", "the API key is empty; leave --api-key out to need none")
     return Server(
         lambda: cli.open_engine(
             args, max_rows=args.batch_size, queue=args.queue, queue_tokens=args.queue_tokens,

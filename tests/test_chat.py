@@ -639,7 +639,7 @@ def read(parser, chunks):
             else:
                 assert kind == "content"
                 content += rest[0]
-    assert parser.has_tool_calls == bool(calls) and len(parser.ids) == len(calls)
+    assert len(parser.ids) == len(calls)
     assert all(isinstance(json.loads(arguments), dict) for _, arguments in calls)
     assert parser.finish() == []
     return reasoning, content, calls
@@ -957,6 +957,19 @@ def test_streams_without_delay():
     assert now(parser, "</parameter>\n</function>") == '"}'
     parser = chat.Parser(chat.Style(None, None), TOOLS, False)
     assert now(parser, "<tool_call> \n") == "<tool_call> \n"
+
+
+@pytest.mark.parametrize("text", [
+    CALLS[1][1], '<tool_call>[{"name": "f", "arguments": {"a": 1}}, {"name": "f"}]</tool_call>',
+    '<tool_call>{"name": "f", "arguments": {"a": 1, "b": flase}}</tool_call> so'])
+def test_nothing_follows_the_only_call(text):
+    parser, deltas = chat.Parser(HERMES, TOOLS, False, one_call=True), []
+    for character in text:
+        over, new = parser.over, parser.feed(character)
+        assert not (over and new)
+        deltas += new
+    assert parser.over and parser.finish() == [] and len(parser.ids) == 1
+    assert "".join(delta[2] for delta in deltas if delta[0] == "arguments") == '{"a": 1}'
 
 
 def test_ids_are_what_every_template_takes():

@@ -232,7 +232,8 @@ class Server(socketserver.ThreadingTCPServer):
         self.cors, self.receipt_key, self.quiet, self.verbose = cors, receipt_key, quiet, verbose
         self.engine = self.failure = None
         self.draining = self.stopping = False
-        self.loaded, self.ended = threading.Event(), Future()  # the engine; or failed to
+        self.loaded = threading.Event()  # the engine is there, or will never be
+        self.ended = Future()  # done when the engine thread is
         self.work, self.posted = threading.Event(), deque()  # (Future, function) for its thread
         self.gate = threading.Lock()  # nothing is submitted to an engine that ends
         self.steps, self.progress = 0, time.monotonic()  # when a step last ended, or none had to

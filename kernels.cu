@@ -2569,8 +2569,8 @@ KERNEL __launch_bounds__(DELTA_THREADS) delta_rule(const __grid_constant__ Delta
         return token;
     };
 
-    // `out` is this lane's part of o, added up with the products of the next token: a sum over lanes
-    // is a long wait. Tokens are loaded one ahead; two in a loop need no register moves.
+    // `out` is this lane's part of o, added up with the products of the next token: a sum over
+    // lanes is a long wait. Tokens are loaded one ahead; two in a loop need no register moves.
     float out[DELTA_COLUMNS] = {};
     DeltaToken next = load_token(-pending);
 #pragma unroll 2

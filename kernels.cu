@@ -1429,17 +1429,20 @@ struct Attention {
 // ceil(H / 16), splits), 256 threads, and a tile has one row where H > 16.
 // Block z holds segments z, z + splits, ... With one split it folds them; with more it stores each
 // in part_values f32 [rows, H, max_segments, VW] and part_states (m, l) for attention_merge.
-// Reads K and V of a tile's context once; thread (g, t) of a warp holds rows g, g + 8 of a product.
+// Reads K and V of a tile's context once (latent: V a second time, from the cache); thread (g, t)
+// of a warp holds rows g, g + 8 of a product.
 template <bool Q8, int KW, int VW, int TILES>
 DEVICE void attention_tile(const Attention& work) {
     constexpr bool LATENT = VW < KW;
     constexpr int WARPS = LATENT ? LATENT_WARPS : ATTENTION_WARPS;
-    constexpr int PAGE_WARPS = WARPS / SEGMENT_PAGES;      // which share the scores of a page
-    constexpr int KEYS = PAGE / PAGE_WARPS;                // of a warp
-    constexpr int COLUMNS = VW <= 32 * WARPS ? 32 : 64;    // of the values, per warp
-    constexpr int NEIGHBOURS = COLUMNS / 8;                // columns whose V a thread loads
-    constexpr int STEPS = PAGE / 16;                       // mma steps over the keys of a page
-    constexpr int PIECES = (KW + 31) / 32;                 // of K and q; the last may be half
+    constexpr int PAGE_WARPS = WARPS / SEGMENT_PAGES;    // that share the scores of a page
+    constexpr int KEYS = PAGE / PAGE_WARPS;              // whose scores a warp computes
+    constexpr int COLUMNS = VW <= 32 * WARPS ? 32 : 64;  // of the values, per warp
+    constexpr int NEIGHBOURS = COLUMNS / 8;              // columns whose V a thread loads
+    constexpr int STEPS = PAGE / 16;                     // mma steps over the keys of a page
+    // Pieces of 32 values of K and q. Half of the last may be missing: q has zeros there, and what
+    // is read of K is the next key or, behind the last one, V; all of that is finite.
+    constexpr int PIECES = (KW + 31) / 32;
     // Pieces of 32 head dims whose K is on its way, and steps whose V is: as registers permit.
     constexpr int LINE = KW % 64 == 0 && TILES == 1 ? 2 : 1;
     constexpr int AHEAD = TILES > 1 ? 1 : KW == 128 ? 4 : 2;

@@ -101,6 +101,7 @@ def round_up(n, multiple):
 
 
 def cuMemAlloc(nbytes):
+    nbytes = int(nbytes)  # of NumPy, at times
     if sum(size for size, _, _ in allocations.values()) + nbytes > TOTAL_BYTES:
         return error("OUT_OF_MEMORY")
     if any(stream.captured is not None for stream in streams):
@@ -149,6 +150,8 @@ def check_range(address, nbytes):
 
 
 def copy(target, source, nbytes, stream, *device_addresses):
+    nbytes = int(nbytes)
+
     def work():
         for address in device_addresses:
             check_range(address, nbytes)
@@ -169,6 +172,8 @@ def cuMemcpyDtoDAsync(target, source, nbytes, stream):
 
 
 def cuMemsetD8Async(target, value, nbytes, stream):
+    nbytes = int(nbytes)
+
     def work():
         check_range(target, nbytes)
         ctypes.memset(target, value, nbytes)

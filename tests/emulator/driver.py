@@ -92,6 +92,7 @@ libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, cty
 libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 NO_ACCESS, READ_WRITE, PRIVATE_ANONYMOUS_NORESERVE = 0, 3, 0x4022
+MAP_FAILED = ctypes.c_void_p(-1).value
 
 allocations = {}  # address -> (bytes, start of the mapping, its length)
 
@@ -109,6 +110,8 @@ def cuMemAlloc(nbytes):
     taken = round_up(nbytes, ALIGNMENT)
     length = round_up(taken, GUARD) + 2 * GUARD
     start = libc.mmap(None, length, READ_WRITE, PRIVATE_ANONYMOUS_NORESERVE, -1, 0)
+    if start == MAP_FAILED:
+        return error("OUT_OF_MEMORY")
     end = start + length - GUARD
     libc.mprotect(start, GUARD, NO_ACCESS), libc.mprotect(end, GUARD, NO_ACCESS)
     ctypes.memset(start + GUARD, GARBAGE, length - 2 * GUARD)
@@ -245,6 +248,8 @@ lock = threading.Lock()  # a library holds the state of one launch
 
 
 class Kernel:
+    stacks = None  # of the threads: shared, since a process has a limited number of mappings
+
     def __init__(self, name, path):
         code = ctypes.CDLL(str(path))
         sizes = (ctypes.c_int * 64)()
@@ -254,14 +259,17 @@ class Kernel:
         self.static_shared = code.emulator_static_shared
         self.run = code.emulator_launch
         self.run.restype = ctypes.c_char_p
-        self.run.argtypes = [ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint, ctypes.c_int,
-                             ctypes.c_void_p]
+        self.run.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint,
+                             ctypes.c_int, ctypes.c_void_p]
+        code.emulator_stacks.restype = ctypes.c_void_p
+        Kernel.stacks = Kernel.stacks or code.emulator_stacks()
 
     def launch(self, grid, threads, shared, early, values):
         held = [ctypes.create_string_buffer(value, len(value)) for value in values]
         pointers = (ctypes.c_void_p * len(held))(*map(ctypes.addressof, held))
         with lock:
-            problem = self.run((ctypes.c_uint * 3)(*grid), threads, shared, early, pointers)
+            problem = self.run(self.stacks, (ctypes.c_uint * 3)(*grid), threads, shared, early,
+                               pointers)
         if problem:
             problem = problem.decode()
             if found := re.search(r"device memory, at (0x\w+)", problem):

@@ -264,20 +264,26 @@ static char* reserve(size_t bytes) {
     return static_cast<char*>(made);
 }
 
-static void set_up() {
-    stacks = reserve(size_t(MOST_THREADS) * STACK_BYTES);
+// One below the other, each with a page at its end that cannot be touched.
+static char* make_stacks() {
+    char* made = reserve(size_t(MOST_THREADS) * STACK_BYTES);
     for (unsigned i = 0; i < MOST_THREADS; i++)
-        mprotect(stacks + size_t(i) * STACK_BYTES, PAGE_BYTES, PROT_NONE);
-    arena = reserve(DYNAMIC_END + PAGE_BYTES);
-    mprotect(arena + STATIC_BYTES, PAGE_BYTES, PROT_NONE);
-    mprotect(arena + DYNAMIC_END, PAGE_BYTES, PROT_NONE);
+        mprotect(made + size_t(i) * STACK_BYTES, PAGE_BYTES, PROT_NONE);
+    return made;
+}
+
+static char* make_arena() {
+    char* made = reserve(DYNAMIC_END + PAGE_BYTES);
+    mprotect(made + STATIC_BYTES, PAGE_BYTES, PROT_NONE);
+    mprotect(made + DYNAMIC_END, PAGE_BYTES, PROT_NONE);
+    return made;
 }
 
 // Null, or one line that says what went wrong.
 static const char* launch(const char* name, void (*kernel)(void**), void** values,
                           const unsigned* grid, unsigned threads, unsigned shared_bytes,
                           bool early) {
-    if (!stacks) set_up();
+    if (!arena) arena = make_arena();
     kernel_name = name, body = kernel, parameters = values;
     dynamic_bytes = (shared_bytes + 127) / 128 * 128;
     static_used = 0, failed = waited_for_predecessor = false;
@@ -324,8 +330,10 @@ int sizes_of(void (*)(P...), int* sizes) {
 // What a library exports. THREADS: that __launch_bounds__ allows.
 #define EXPORT extern "C" __attribute__((visibility("default")))
 #define EMULATED_KERNEL(NAME, THREADS)                                                            \
-    EXPORT const char* emulator_launch(const unsigned* grid, unsigned threads, unsigned shared,   \
-                                       int early, void** values) {                                \
+    EXPORT char* emulator_stacks() { return emulator::make_stacks(); }                            \
+    EXPORT const char* emulator_launch(char* stacks, const unsigned* grid, unsigned threads,      \
+                                       unsigned shared, int early, void** values) {               \
+        emulator::stacks = stacks;                                                                \
         return emulator::launch(#NAME, [](void** p) { emulator::call(NAME, p); }, values, grid,   \
                                 threads, shared, early);                                          \
     }                                                                                             \

@@ -13,9 +13,12 @@ holds, gives none: their strings are not looked for there, and no merge leads to
 import codecs
 import heapq
 import re
+import string
 import unicodedata
+from collections import defaultdict
 from collections.abc import Sequence
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
+from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
@@ -44,38 +47,11 @@ CACHED_PIECES = 1 << 15         # pieces whose tokens are remembered ...
 CACHED_LENGTH = 64              # ... if they have at most so many characters
 
 # ---- Pre-tokenizers ------------------------------------------------------------------------------
-# The patterns are those of the models' authors, with \p{..} for Unicode categories, which the
-# standard library's `re` lacks. Each character is replaced by one that stands for its category
-# (ASCII stands for itself), the pattern runs on that string, the text is cut at the same places.
+# The patterns are those of the models' authors. They run on the standard library's `re`, in which
+# \p{..} is unknown and \s other than Unicode's: _compile() writes both out as ranges of characters.
 
 WHITE_SPACE = "\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
-LONG_S = "ſ"                    # (?i:s) matches this lower-case letter, so it stands for itself
-STANDINS = {"Lu": "À", "Lt": "ǅ", "Ll": "à", "Lm": "ʰ", "Lo": "ª",
-            "M": "\u0300", "N": "²", "P": "¡", "S": "¢", "C": "\x80", "Z": "\v"}
-CLASSES = {                     # what \p{..} and \s become inside [...]
-    r"\p{L}": "A-Za-zÀǅàʰª" + LONG_S, r"\p{Lu}": "A-ZÀ", r"\p{Ll}": "a-zà" + LONG_S,
-    r"\p{Lt}": "ǅ", r"\p{Lm}": "ʰ", r"\p{Lo}": "ª", r"\p{M}": "\u0300", r"\p{N}": "0-9²",
-    r"\p{P}": r"!-#%-*,-/:;?@\[-\]_{}¡", r"\p{S}": "$+<=>^`|~¢", r"\s": WHITE_SPACE}
-
-
-class _Standins(dict):
-    """The table for str.translate, filled as characters are met."""
-
-    def __missing__(self, code):
-        char = chr(code)
-        category = unicodedata.category(char)
-        if code < 128 or char == LONG_S:
-            standin = char
-        elif char == "\x85":    # NEXT LINE is white space, though its category is control
-            standin = STANDINS["Z"]
-        else:
-            standin = STANDINS.get(category) or STANDINS[category[0]]
-        if len(self) < 1 << 16:     # bounded: a text may hold every character there is
-            self[code] = standin
-        return standin
-
-
-_STANDINS = _Standins()
+PLANES = *range(0x40000), *range(0xE0000, 0xF0000)  # the others are empty or for private use
 
 
 class Pre(NamedTuple):
@@ -139,36 +115,31 @@ PRE_TOKENIZERS = {name: pre for names, pre in (
 ) for name in names.split()}
 
 
-@lru_cache(maxsize=None)
+@cache
+def _classes():
+    r"""What \s and \p{..}, a Unicode category or its first letter, become inside [...]."""
+    classes = defaultdict(str, {r"\s": WHITE_SPACE})
+    for category, run in groupby(map(chr, PLANES), unicodedata.category):
+        run = list(run)
+        for name in category, category[0]:
+            classes[rf"\p{{{name}}}"] += f"{re.escape(run[0])}-{re.escape(run[-1])}"
+    return classes
+
+
+@cache
 def _compile(pattern):
-    """Returns the pattern for `re`, and whether it is to run on the stand-ins or on the text."""
-    plain = re.sub(r"\\p\{\w+\}|\\s", lambda match: CLASSES[match[0]], pattern)
-    return re.compile(plain), r"\p" in pattern
+    """The pattern for `re`, as a group, so that split() keeps what it matches."""
+    plain = re.sub(r"\\p\{\w+\}|\\s", lambda match: _classes()[match[0]], pattern)
+    return re.compile(f"({plain})")
 
 
 def split(text, pre):
     """Cuts text into the pieces of a pre-tokenizer. The pieces joined are the text."""
-    standins = text if text.isascii() else text.translate(_STANDINS)
-    spans = [(0, len(text))]
+    pieces = [text]
     for pattern in pre.patterns:
-        regex, on_standins = _compile(pattern)
-        spans = list(_cut(regex, standins if on_standins else text, spans))
-    return [text[start:end] for start, end in spans]
-
-
-def _cut(regex, source, spans):
-    """Yields the spans of matches and of the gaps between them, inside each of the given spans."""
-    for offset, end in spans:
-        at = offset
-        # A slice, not finditer(source, offset, end): looking back must not see the piece before.
-        for match in regex.finditer(source[offset:end]):
-            start, stop = match.span()
-            if offset + start > at:
-                yield at, offset + start
-            at = offset + stop
-            yield offset + start, at
-        if at < end:
-            yield at, end
+        regex = _compile(pattern)
+        pieces = [part for piece in pieces for part in regex.split(piece) if part]
+    return pieces
 
 
 # ---- Merging -------------------------------------------------------------------------------------
@@ -176,13 +147,13 @@ def _cut(regex, source, spans):
 def merge(symbols, joins):
     """Joins neighbours, lowest rank first and leftmost among equals, until no two of them join.
 
-    symbols: list. joins: function from a pair of symbols to (rank, joined symbol) or None; no
-    joined symbol equals one of its parts. Takes O(n log n): a join looks at its two new neighbours.
+    symbols: str, or a list of str. joins: function from a pair of neighbours to (rank, both
+    together) or None. Takes O(n log n): a join looks at its two new neighbours.
     """
     symbols = list(symbols)
     n = len(symbols)
     before, after = list(range(-1, n - 1)), list(range(1, n + 1))
-    places, ranks = {}, []      # rank -> heap of where its pairs begin (or began); heap of ranks
+    heap = []                   # (rank, where the left one stands) of the pairs that ever joined
 
     def join_at(i):
         if i >= 0 and symbols[i] is not None and after[i] < n:
@@ -190,19 +161,14 @@ def merge(symbols, joins):
 
     def consider(i):
         if found := join_at(i):
-            if found[0] not in places:
-                places[found[0]] = []
-                heapq.heappush(ranks, found[0])
-            heapq.heappush(places[found[0]], i)
+            heapq.heappush(heap, (found[0], i))
 
     for i in range(n):
         consider(i)
-    while ranks:
-        if not places[ranks[0]]:
-            del places[heapq.heappop(ranks)]
-            continue
-        found = join_at(i := heapq.heappop(places[ranks[0]]))
-        if not found or found[0] != ranks[0]:   # one of them has been joined meanwhile
+    while heap:
+        rank, i = heapq.heappop(heap)
+        found = join_at(i)
+        if not found or found[0] != rank:       # one of them has been joined meanwhile
             continue
         j = after[i]
         symbols[i], symbols[j] = found[1], None

@@ -13,7 +13,6 @@ holds, gives none: their strings are not looked for there, and no merge leads to
 import codecs
 import heapq
 import re
-import string
 import unicodedata
 from collections import defaultdict
 from collections.abc import Sequence
@@ -221,23 +220,23 @@ class Tokenizer:
         self.tokens = fields.strings("tokens")
         self.n_vocab = n = len(self.tokens)
         if not n:
-            raise ModelError(f"tokenizer.ggml.tokens is empty; {CONVERT}")
+            raise _bad("tokens", "is empty")
         if bpe:
             self._merges = fields.strings("merges")
         else:
             self._scores = fields.numbers("scores", "iuf", n)
         types = fields.numbers("token_type", "iu", n, [NORMAL] * n)
         if types.min() < 0 or types.max() > BYTE:
-            raise ModelError(f"tokenizer.ggml.token_type has values outside 0..{BYTE}; {CONVERT}")
+            raise _bad("token_type", f"has values outside 0..{BYTE}")
         self._types = np.where(types == UNDEFINED, NORMAL, types).tolist()
+        self._unknown = self._types.index(UNKNOWN) if UNKNOWN in self._types else None
 
         self.bos_id = fields.index("bos_token_id", n, None if bpe else 1)
         self.eos_id = fields.index("eos_token_id", n, None if bpe else 2)
         pre_adds_bos = not bpe or PRE_TOKENIZERS[self.pre].add_bos
         self.add_bos = fields.get("add_bos_token", bool, pre_adds_bos and self.bos_id is not None)
         if self.add_bos and self.bos_id is None:
-            raise ModelError("tokenizer.ggml.add_bos_token is true, but there is no bos_token_id; "
-                             + CONVERT)
+            raise _bad("add_bos_token", "is true, but there is no bos_token_id")
         self.add_space_prefix = not bpe and fields.get("add_space_prefix", bool, True)
         # The file does not say which tokens swallow the white space after them: those of Phi-3 do.
         self._strips_after_special = not bpe and metadata.get("general.architecture") == "phi3"
@@ -289,12 +288,11 @@ class Tokenizer:
     # -- encoding
 
     def prepare(self):
-        """Builds the tables for encoding, as the first encode() would.
+        """Builds the large tables for encoding, as the first encode() would.
 
         Raises ModelError for merges that name no token.
         """
-        self._special_tokens, self._byte_ids
-        self._bpe_joins if self.model == "gpt2" else self._tokens_start_words
+        self._special_tokens, self._joins
         return self
 
     def encode(self, text, special=False, bos=False):
@@ -316,18 +314,15 @@ class Tokenizer:
         for text, special in parts:
             if not special and text in known:
                 fragments += known[text]
+            else:
+                fragments += self._partition(_without_surrogates(text), special)
+        ids, previous = [self.bos_id] if bos and self.add_bos else [], None
+        for is_text, run in groupby(fragments, lambda fragment: isinstance(fragment, str)):
+            if not is_text:
+                ids += run
+                previous = ids[-1]
                 continue
-            for fragment in self._partition(_without_surrogates(text), special):
-                if fragments and isinstance(fragment, str) and isinstance(fragments[-1], str):
-                    fragment = fragments.pop() + fragment
-                fragments.append(fragment)
-        ids = [self.bos_id] if bos and self.add_bos else []
-        for previous, fragment in zip([None, *fragments], fragments):
-            if isinstance(fragment, int):
-                ids.append(fragment)
-                continue
-            for piece in (split(fragment, PRE_TOKENIZERS[self.pre]) if self.model == "gpt2"
-                          else self._split_spm(fragment, previous)):
+            for piece in self._pieces("".join(run), previous):
                 short = len(piece) <= CACHED_LENGTH
                 ids += (self._encode_short_piece if short else self._encode_piece)(piece)
         return ids
@@ -349,11 +344,13 @@ class Tokenizer:
         if at < len(text):
             yield text[at:]
 
-    def _split_spm(self, text, previous):
-        """Returns pieces that no token crosses, with the space prefix that the model expects.
+    def _pieces(self, text, previous):
+        """Returns pieces that no token crosses, in SentencePiece with the space before the text.
 
         previous: the token before the text, None at the start.
         """
+        if self.model == "gpt2":
+            return split(text, PRE_TOKENIZERS[self.pre])
         text, prefix = text.replace(" ", SPACE_MARK), []
         if self.add_space_prefix and (previous is None or self.is_special(previous)):
             if previous is not None and text.startswith(SPACE_MARK):
@@ -365,77 +362,65 @@ class Tokenizer:
         return prefix + re.findall(f"{SPACE_MARK}*[^{SPACE_MARK}]+|{SPACE_MARK}+", text)
 
     def _bpe(self, piece):
-        data = piece.encode()
-        if PRE_TOKENIZERS[self.pre].ignore_merges:
-            id = self._ordinary.get("".join(ALPHABET[byte] for byte in data).encode())
-            if id is not None:
-                return [id]
-        symbols = [self._byte_ids[byte] for byte in data]
-        return merge([id for id in symbols if id is not None], self._bpe_joins.get)
+        index, letters = self._ordinary, [ALPHABET[byte] for byte in piece.encode()]
+        if PRE_TOKENIZERS[self.pre].ignore_merges and (whole := "".join(letters)) in index:
+            return [index[whole]]
+        if self._unknown is None:       # a byte that has no token leaves no gap
+            letters = [letter for letter in letters if letter in index]
+        return [index.get(symbol, self._unknown) for symbol in merge(letters, self._joins)]
 
     def _spm(self, piece):
-        ids, joins = [], self._spm_joins
-        for symbol in merge(piece, lambda pair: joins.get(pair[0] + pair[1])):
-            data = symbol.encode()
-            id = self._ordinary.get(data)
-            ids += [self._byte_ids[byte] for byte in data] if id is None else [id]
+        index, ids = self._ordinary, []
+        for symbol in merge(piece, self._joins):
+            ids += [index[symbol]] if symbol in index else [
+                self._byte_ids.get(f"<0x{byte:02X}>", self._unknown) for byte in symbol.encode()]
         return [id for id in ids if id is not None]
 
     # -- tables for encoding, built when first used
 
+    def _index(self, types):
+        """Text -> id of the tokens of these types. Of equal tokens the first counts."""
+        return {_text(token): id for id, token in reversed(list(enumerate(self.tokens)))
+                if token and self._types[id] in types}
+
     @cached_property
     def _ordinary(self):
-        """Token (bytes) -> id of what merging may produce. Of equal tokens the first counts."""
-        return {token: id for id, token in reversed(list(enumerate(self.tokens)))
-                if token and self._types[id] in (NORMAL, USER_DEFINED)}
+        """Text -> id of what merging may produce."""
+        return self._index((NORMAL, USER_DEFINED))
 
     @cached_property
     def _special_tokens(self):
         """Text -> id of the tokens that are found in a text as they are, longest first."""
-        special = {}
-        for id, token in enumerate(self.tokens):
-            text = _shown(token)
-            if token and self._types[id] in SPECIAL and text.encode() == token:
-                special.setdefault(text, id)
-        return dict(sorted(special.items(), key=lambda item: -len(item[0])))
+        return dict(sorted(self._index(SPECIAL).items(), key=lambda item: -len(item[0])))
 
     @cached_property
     def _byte_ids(self):
-        """The token of each byte, list of 256; else the unknown token or None (byte dropped)."""
-        unknown = self._types.index(UNKNOWN) if UNKNOWN in self._types else None
-        if self.model == "gpt2":
-            return [self._ordinary.get(char.encode(), unknown) for char in ALPHABET]
-        index = {token: id for id, token in enumerate(self.tokens) if self._types[id] == BYTE}
-        return [index.get(b"<0x%02X>" % byte, unknown) for byte in range(256)]
+        """"<0x41>" -> id of the token of that byte."""
+        return self._index((BYTE,))
 
     @cached_property
-    def _bpe_joins(self):
-        """(left id, right id) -> (rank, id of both together)."""
+    def _joins(self):
+        """Function from two neighbours to (rank, both together) or None, as merge() needs it."""
         index, joins = self._ordinary, {}
-        others = set(self.tokens) - index.keys()
-        for rank, text in enumerate(self._merges):
-            space = text.find(b" ", 1)
-            left, right = text[:space], text[space + 1:]
-            ids = index.get(left), index.get(right), index.get(left + right)
-            if space > 0 and None not in ids:
-                joins.setdefault(ids[:2], (rank, ids[2]))
-            elif space < 0 or any(token not in index and token not in others
-                                  for token in (left, right)):  # one without a product is unused
-                raise ModelError(f"tokenizer.ggml.merges[{rank}] {_shown(text)[:40]!r} "
-                                 f"names no token; {CONVERT}")
-        return joins
-
-    @cached_property
-    def _spm_joins(self):
-        """Text that is a token -> (-score, text)."""
-        return {text: (-self._scores[id].item(), text) for text, id in (
-            (_shown(token), id) for token, id in self._ordinary.items())}
+        if self.model == "llama":
+            ranks = {text: (-self._scores[id].item(), text) for text, id in index.items()}
+            return lambda pair: ranks.get(pair[0] + pair[1])
+        known = set(map(_text, self.tokens))
+        for rank, line in enumerate(map(_text, self._merges)):
+            space = line.find(" ", 1)
+            left, right = line[:space], line[space + 1:]
+            if space < 0 or left not in known or right not in known:
+                line = _shown(self._merges[rank])[:40]
+                raise _bad(f"merges[{rank}]", f"{line!r} names no token")
+            if left in index and right in index and left + right in index:  # else it is unused
+                joins.setdefault((left, right), (rank, left + right))
+        return joins.get
 
     @cached_property
     def _tokens_start_words(self):
         """True if no token has a space after something else, so that words can be cut apart."""
         inside_word = re.compile(f"[^{SPACE_MARK}]{SPACE_MARK}")
-        return not any(map(inside_word.search, self._spm_joins))
+        return not any(map(inside_word.search, self._ordinary))
 
     # -- decoding
 
@@ -516,6 +501,15 @@ def _without_surrogates(text):
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
+def _text(token):
+    """A token's bytes as str; those that are no UTF-8 become surrogates, which no text has."""
+    return token.decode(errors="surrogateescape")
+
+
+def _bad(key, problem):
+    return ModelError(f"tokenizer.ggml.{key} {problem}; {CONVERT}")
+
+
 class _Fields:
     """Access to tokenizer.ggml.KEY of the metadata: ModelError for a value of another type."""
 
@@ -523,19 +517,19 @@ class _Fields:
         self._metadata = metadata
 
     def get(self, key, kind=object, default=REQUIRED):
-        value = self._metadata.get(f"tokenizer.ggml.{key}")
-        if value is None and default is REQUIRED:
-            raise ModelError(f"tokenizer.ggml.{key} is missing; {CONVERT}")
-        if value is not None and kind not in (object, type(value)):
-            raise ModelError(f"tokenizer.ggml.{key} must be {KINDS[kind]}; {CONVERT}")
-        return default if value is None else value
+        value = self._metadata.get(f"tokenizer.ggml.{key}", default)
+        if value is REQUIRED:
+            raise _bad(key, "is missing")
+        if value is not default and kind not in (object, type(value)):
+            raise _bad(key, f"must be {KINDS[kind]}")
+        return value
 
     def strings(self, key):
         """Returns a list of bytes."""
         value = self.get(key)
         values = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [0]
         if not set(map(type, values)) <= {str, bytes}:
-            raise ModelError(f"tokenizer.ggml.{key} must be an array of strings; {CONVERT}")
+            raise _bad(key, "must be an array of strings")
         return [value if isinstance(value, bytes) else value.encode(errors="surrogateescape")
                 for value in values]
 
@@ -543,14 +537,13 @@ class _Fields:
         """Returns an array of count numbers whose NumPy kind is among kinds."""
         values = np.asarray(self.get(key, default=default))
         if values.shape != (count,) or values.dtype.kind not in kinds:
-            raise ModelError(f"tokenizer.ggml.{key} must be an array of {count} "
-                             f"{'numbers' if 'f' in kinds else 'integers'}; {CONVERT}")
+            what = "numbers" if "f" in kinds else "integers"
+            raise _bad(key, f"must be an array of {count} {what}")
         return values
 
     def index(self, key, count, default=None):
         """Returns a token id below count or None."""
         value = self.get(key, int, default)
         if value is not None and not 0 <= value < count:
-            raise ModelError(f"tokenizer.ggml.{key} is {value}, but there are {count} tokens; "
-                             + CONVERT)
+            raise _bad(key, f"is {value}, but there are {count} tokens")
         return value

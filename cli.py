@@ -202,9 +202,9 @@ def show_answer(request, shown, quiet):
 
 def report(args, engine, request, load_seconds):
     tokens, length = len(request.tokens), len(request.prompt)
-    prefill = (request.first_token or request.finished) - request.submitted
-    decode = request.finished - request.first_token if tokens else 0.0
-    rate = (tokens - 1) / decode if tokens > 1 and decode > 0 else 0.0
+    first = request.first_token or request.finished
+    prefill, decode = first - request.submitted, request.finished - first
+    rate = (tokens - 1) / decode if decode > 0 else 0.0
     gigabytes = rate * engine.bytes_per_token / 1e9
     if args.json:
         print(json.dumps({

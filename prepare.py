@@ -13,7 +13,6 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import tarfile
 import tempfile
 import time
 from pathlib import Path
@@ -153,6 +152,8 @@ def compile_with_nvrtc(source, arch):
 
 # ---- Archive ---------------------------------------------------------------------------------
 
+PACKED = "*.py", "kernels.cu*", "*.html", "*.json", "*.txt", "Makefile", "*.md", "LICENSE-*"
+
 
 def pack():
     """Write dist/leone-VERSION.tar.gz: the flat files and the kernels built for every card."""
@@ -161,21 +162,17 @@ def pack():
     if not device.CUBIN.read_bytes().startswith(FAT_BINARY_MAGIC):
         sys.exit("kernels.cubin is for one card alone: install g++, make clean, make dist")
     version = re.search(r'^VERSION = "(.+)"', (HERE / "leone.py").read_text(), re.MULTILINE)
-    name = f"leone-{version[1]}"
-    patterns = "*.py", "kernels.cu*", "*.html", "*.json", "*.txt", "Makefile", "*.md", "LICENSE-*"
-    files = sorted(path for pattern in patterns for path in HERE.glob(pattern))
-    archive = HERE / "dist" / f"{name}.tar.gz"
-    archive.parent.mkdir(exist_ok=True)
-
-    def without_owner(entry):
-        entry.uid = entry.gid = 0
-        entry.uname = entry.gname = ""
-        return entry
-
-    with tarfile.open(archive.with_suffix(".part"), "w:gz") as tar:
-        for path in files:
-            tar.add(path, f"{name}/{path.name}", filter=without_owner)
-    archive.with_suffix(".part").replace(archive)
+    name, dist = f"leone-{version[1]}", HERE / "dist"
+    dist.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=dist) as folder:
+        files = Path(folder, name)
+        files.mkdir()
+        for pattern in PACKED:
+            for path in HERE.glob(pattern):
+                shutil.copy2(path, files)
+        shutil.make_archive(files, "gztar", folder, name, owner="root", group="root")
+        archive = dist / f"{name}.tar.gz"
+        Path(folder, archive.name).replace(archive)
     print(archive.relative_to(HERE))
 
 

@@ -39,10 +39,7 @@ def cell(name, value):
 
 
 def size(n_bytes):
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if n_bytes < 1024 or unit == "GiB":
-            return f"{n_bytes:,.0f} B" if unit == "B" else f"{n_bytes:,.1f} {unit}"
-        n_bytes /= 1024
+    return f"{n_bytes / 2**20:,.1f} MiB"
 
 
 def printable(text):
@@ -152,14 +149,11 @@ def count_formats(tensors):
     formats = {}
     for tensor in tensors:
         kind, is_vector = tensor.type.name, len(tensor.shape) == 1
-        if is_vector:
-            cuda, cpu = "as it is", "as it is"
-        elif not model.can_dequantise(tensor.type):
-            cuda, cpu = "not supported", "not supported"
-        else:
-            cuda = ("as it is" if kind in device.PACKINGS else
-                    "stored as F16" if kind in device.REPACKED_AS_F16 else "expanded to F16")
-            cpu = "as it is" if kind == "F32" else "expanded to F32"
+        cuda = ("as it is" if is_vector or kind in device.PACKINGS else
+                "stored as F16" if kind in device.REPACKED_AS_F16 else
+                "expanded to F16" if model.can_dequantise(tensor.type) else "not supported")
+        cpu = ("as it is" if is_vector or kind == "F32" else
+               "expanded to F32" if model.can_dequantise(tensor.type) else "not supported")
         entry = formats.setdefault((is_vector, kind), {
             "type": kind, "used_for": "vectors" if is_vector else "matrices",
             "tensors": 0, "bytes": 0, "gpu_bytes": 0, "cuda": cuda, "cpu": cpu})
@@ -183,15 +177,13 @@ def describe_kv(cfg, card, weight_bytes):
     """For each KV format: bytes per token and of a whole context, tokens that fit on the card."""
     if cfg is None:
         return None
-    described = {}
+    described, room = {}, max(0, card["free_bytes"] - weight_bytes - CUDA_OVERHEAD) if card else 0
     for kv_format in KV_FORMATS:
         per_token = cfg.kv_bytes_per_token(kv_format)
-        fits = None
-        if card and not cuda_problem(cfg, kv_format):
-            room = max(0, card["free_bytes"] - weight_bytes - CUDA_OVERHEAD)
-            fits = room // (per_token * PAGE) * PAGE
-        described[kv_format] = {"bytes_per_token": per_token,
-                                "context_bytes": per_token * cfg.n_ctx, "fits_tokens": fits}
+        on_cuda = card and not cuda_problem(cfg, kv_format)
+        described[kv_format] = {
+            "bytes_per_token": per_token, "context_bytes": per_token * cfg.n_ctx,
+            "fits_tokens": room // (per_token * PAGE) * PAGE if on_cuda else None}
     return described
 
 
@@ -242,14 +234,19 @@ def table(report):
 
 # ---- bench -----------------------------------------------------------------------------------
 
-PROMPT, NEW = 128, 128  # tokens of a bench request
-PREFILLS = 512, 4096  # prompt lengths whose reading is timed
-REPEATS = 5
+PROMPT = 128  # tokens of the prompts before decoding is timed
+# New tokens of a decoding run, repeats of every run, prompt lengths whose reading is timed.
+THOROUGH, QUICK = (128, 5, (512, 4096)), (16, 3, (512,))  # on the CPU a row may take seconds
 
 
 def bench(engine, rows, profile=False, as_json=False):
     """Time decoding at each number of sequences in `rows`, and prefill; print a table or JSON."""
     rng = np.random.default_rng(7)
+    new, repeats, prefills = QUICK if engine.ops.name == "cpu" else THOROUGH
+    if max(rows) * engine.pages_for(range(PROMPT), new) > engine.pool.n_pages:
+        raise RequestError(f"{max(rows)} sequences of {PROMPT + new} tokens do not fit at once in "
+                           f"{engine.pool.n_pages * PAGE} tokens of KV cache; use fewer --rows or "
+                           "a larger --ctx")
 
     def run(n, prompt, new):
         """Seconds to the last first token, seconds from there to the end."""
@@ -264,16 +261,9 @@ def bench(engine, rows, profile=False, as_json=False):
         first = max(r.first_token for r in requests)
         return first - began, max(r.finished for r in requests) - first
 
-    quick = engine.ops.name == "cpu"  # seconds a row there
-    new, repeats = (16, 3) if quick else (NEW, REPEATS)
     roof = engine.ops.measure_bandwidth()
     result = dict(model=engine.cfg.name, backend=engine.ops.name, card=engine.ops.card_name,
                   kv=engine.kv.format, read_bandwidth_gb_per_s=roof, decode=[], prefill=[])
-    longest = min(engine.page_table.shape[1] * PAGE - 1, engine.cfg.n_ctx)
-    if max(rows) * engine.pages_for(range(PROMPT), new) > engine.pool.n_pages:
-        raise RequestError(f"{max(rows)} sequences of {PROMPT + new} tokens do not fit at once in "
-                           f"{engine.pool.n_pages * PAGE} tokens of KV cache; use fewer --rows or "
-                           "a larger --ctx")
     for n in rows:
         run(n, PROMPT, 4)  # builds the graphs
         speeds = sorted(n * (new - 1) / run(n, PROMPT, new)[1] for _ in range(repeats))
@@ -282,12 +272,12 @@ def bench(engine, rows, profile=False, as_json=False):
         result["decode"].append(dict(
             rows=n, tokens_per_s=speed, slowest=speeds[0], fastest=speeds[-1],
             ms_per_step=1e3 * n / speed, gb_per_s=gigabytes, share=gigabytes / roof))
-    for length in PREFILLS:
-        if length < longest and not (quick and length > 512):
-            run(1, length, 1)
-            seconds = sorted(run(1, length, 1)[0] for _ in range(repeats))[repeats // 2]
-            result["prefill"].append(dict(tokens=length, tokens_per_s=length / seconds,
-                                          tflop_per_s=2e-12 * engine.parameters * length / seconds))
+    longest = min(engine.page_table.shape[1] * PAGE - 1, engine.cfg.n_ctx)
+    for length in (length for length in prefills if length < longest):
+        run(1, length, 1)
+        seconds = sorted(run(1, length, 1)[0] for _ in range(repeats))[repeats // 2]
+        result["prefill"].append(dict(tokens=length, tokens_per_s=length / seconds,
+                                      tflop_per_s=2e-12 * engine.parameters * length / seconds))
     if profile:
         result["ops"] = profile_ops(engine, rng)
     print(json.dumps(result) if as_json else "\n".join(bench_table(result)))
@@ -297,7 +287,7 @@ def bench(engine, rows, profile=False, as_json=False):
 def bench_table(result):
     yield (f"{result['model']}, {result['card']}, {result['kv']} KV, "
            f"memory reads {result['read_bandwidth_gb_per_s']:.0f} GB/s")
-    for records in result["decode"], result["prefill"]:
+    for records in filter(None, (result["decode"], result["prefill"])):
         yield from ("", *columns(records))
     for rows, ops in result.get("ops", {}).items():
         total = sum(ms for _, ms in ops.values())

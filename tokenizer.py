@@ -18,7 +18,6 @@ from collections import defaultdict
 from collections.abc import Sequence
 from functools import cache, cached_property, lru_cache
 from itertools import groupby
-from typing import NamedTuple
 
 import numpy as np
 
@@ -51,13 +50,6 @@ CACHED_LENGTH = 64              # ... if they have at most so many characters
 
 WHITE_SPACE = "\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
 PLANES = *range(0x40000), *range(0xE0000, 0xF0000)  # the others are empty or for private use
-
-
-class Pre(NamedTuple):
-    """A pre-tokenizer: each pattern cuts what the one before left; gaps between matches stay."""
-    patterns: tuple
-    ignore_merges: bool = False     # a piece that is a token is taken whole
-    add_bos: bool = False           # unless the file says otherwise
 
 
 CONTRACTION = r"'(?i:[sdmt]|ll|ve|re)"
@@ -97,21 +89,22 @@ DEEPSEEK_V3 = (
     rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{LINES}")
 DEFAULT = (r"[\p{P}$+<=>^~|]+", GPT2, r"[\p{N}]+", "[0-9][0-9][0-9]")
 
-PRE_TOKENIZERS = {name: pre for names, pre in (
-    ("llama-bpe llama3 llama-v3 falcon3 pixtral",
-     Pre((LLAMA3,), ignore_merges=True, add_bos=True)),
-    ("dbrx smaug-bpe glm4 chatglm-bpe", Pre((LLAMA3,))),
-    ("qwen2 deepseek-r1-qwen megrez", Pre((QWEN2,))),
-    ("qwen35", Pre((QWEN35,))),
-    ("gpt-2 phi-2 mpt olmo jais exaone4", Pre((GPT2,))),
-    ("smollm starcoder refact command-r codeshell exaone minerva-7b", Pre((r"[\p{N}]", GPT2))),
-    ("deepseek-llm", Pre(DEEPSEEK_LLM)),
-    ("deepseek-coder", Pre(DEEPSEEK_CODER)),
-    ("deepseek-v3 hunyuan-dense joyai-llm", Pre(DEEPSEEK_V3)),
-    ("tekken", Pre((TEKKEN,), ignore_merges=True, add_bos=True)),
-    ("gpt-4o llama4 kanana2", Pre((GPT4O,))),
-    ("default", Pre(DEFAULT)),
+# Each pattern cuts what the one before left; the gaps between matches stay.
+PRE_TOKENIZERS = {name: patterns for names, *patterns in (
+    ("llama-bpe llama3 llama-v3 falcon3 pixtral dbrx smaug-bpe glm4 chatglm-bpe", LLAMA3),
+    ("qwen2 deepseek-r1-qwen megrez", QWEN2),
+    ("qwen35", QWEN35),
+    ("gpt-2 phi-2 mpt olmo jais exaone4", GPT2),
+    ("smollm starcoder refact command-r codeshell exaone minerva-7b", r"[\p{N}]", GPT2),
+    ("deepseek-llm", *DEEPSEEK_LLM),
+    ("deepseek-coder", *DEEPSEEK_CODER),
+    ("deepseek-v3 hunyuan-dense joyai-llm", *DEEPSEEK_V3),
+    ("tekken", TEKKEN),
+    ("gpt-4o llama4 kanana2", GPT4O),
+    ("default", *DEFAULT),
 ) for name in names.split()}
+# These take a piece that is a token as a whole, and want BOS unless the file says otherwise.
+WHOLE_PIECES = {"llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken"}
 
 
 @cache
@@ -132,11 +125,10 @@ def _compile(pattern):
     return re.compile(f"({plain})")
 
 
-def split(text, pre):
+def split(text, patterns):
     """Cuts text into the pieces of a pre-tokenizer. The pieces joined are the text."""
     pieces = [text]
-    for pattern in pre.patterns:
-        regex = _compile(pattern)
+    for regex in map(_compile, patterns):
         pieces = [part for piece in pieces for part in regex.split(piece) if part]
     return pieces
 
@@ -233,38 +225,37 @@ class Tokenizer:
 
         self.bos_id = fields.index("bos_token_id", n, None if bpe else 1)
         self.eos_id = fields.index("eos_token_id", n, None if bpe else 2)
-        pre_adds_bos = not bpe or PRE_TOKENIZERS[self.pre].add_bos
-        self.add_bos = fields.get("add_bos_token", bool, pre_adds_bos and self.bos_id is not None)
+        wants_bos = not bpe or self.pre in WHOLE_PIECES
+        self.add_bos = fields.get("add_bos_token", bool, wants_bos and self.bos_id is not None)
         if self.add_bos and self.bos_id is None:
             raise _bad("add_bos_token", "is true, but there is no bos_token_id")
         self.add_space_prefix = not bpe and fields.get("add_space_prefix", bool, True)
         # The file does not say which tokens swallow the white space after them: those of Phi-3 do.
         self._strips_after_special = not bpe and metadata.get("general.architecture") == "phi3"
-        self.eos_ids = self._find_end_ids({fields.index(key, n) for key in END_IDS} | {self.eos_id})
-        self._mark_control_tokens()
+        ends = {fields.index(key, n) for key in END_IDS} | {self.eos_id}
+        self.eos_ids = self._find_control_tokens(ends - {None})
         self._encode_piece = self._bpe if bpe else self._spm
         self._encode_short_piece = lru_cache(CACHED_PIECES)(self._encode_piece)
 
-    def _find_end_ids(self, ids):
-        """Adds the tokens that end a generation by their text to ids (a set that may hold None)."""
-        ids = ids | {id for id, token in enumerate(self.tokens) if token in END_TEXTS
-                     or token in FILE_END_TEXTS and self._types[id] != NORMAL}
-        ids.discard(None)
-        if {b"<|return|>", b"<|call|>"} <= {self.tokens[id] for id in ids}:
-            # In this format <|end|> ends a message, and the answer has several.
-            ids = {id for id in ids if self.tokens[id] != b"<|end|>"}
-        return frozenset(ids)
+    def _find_control_tokens(self, ends):
+        """Returns the ids that end a generation, those of the set `ends` and the known texts.
 
-    def _mark_control_tokens(self):
-        """Types as CONTROL what acts as a control token but has another type in the file."""
+        Types as CONTROL what acts as a control token but has another type in the file.
+        """
         types = self._types
-        for id, type in enumerate(types):
-            if type == USER_DEFINED and re.fullmatch("<[|｜].*[|｜]>", _shown(self.tokens[id])):
+        for id, token in enumerate(self.tokens):
+            if types[id] == USER_DEFINED and re.fullmatch("<[|｜].*[|｜]>", _shown(token)):
                 types[id] = CONTROL
-        for id in self.eos_ids | {self.bos_id} - {None}:
+            if token in END_TEXTS or token in FILE_END_TEXTS and types[id] != NORMAL:
+                ends.add(id)
+        if {b"<|return|>", b"<|call|>"} <= {self.tokens[id] for id in ends}:
+            # In this format <|end|> ends a message, and the answer has several.
+            ends = {id for id in ends if self.tokens[id] != b"<|end|>"}
+        for id in ends | {self.bos_id} - {None}:
             # But where a single character (a newline) ends texts, users must be able to write it.
             if types[id] != BYTE and len(_shown(self.tokens[id])) > 1:
                 types[id] = CONTROL
+        return frozenset(ends)
 
     def describe(self):
         """What `doctor` prints, as a dict of plain values."""
@@ -363,7 +354,7 @@ class Tokenizer:
 
     def _bpe(self, piece):
         index, letters = self._ordinary, [ALPHABET[byte] for byte in piece.encode()]
-        if PRE_TOKENIZERS[self.pre].ignore_merges and (whole := "".join(letters)) in index:
+        if self.pre in WHOLE_PIECES and (whole := "".join(letters)) in index:
             return [index[whole]]
         if self._unknown is None:       # a byte that has no token leaves no gap
             letters = [letter for letter in letters if letter in index]
@@ -430,12 +421,12 @@ class Tokenizer:
             raise RequestError(f"token id {id} is outside the vocabulary of {self.n_vocab} tokens",
                                param="tokens")
         token, type = self.tokens[id], self._types[id]
-        if type == USER_DEFINED or type in (CONTROL, UNKNOWN) and special:
-            return token
-        if type in (CONTROL, UNKNOWN, UNUSED):
+        if type in SPECIAL:
+            return token if special or type == USER_DEFINED else b""
+        if type == UNUSED:
             return b""
         if type == BYTE and re.fullmatch(b"<0x[0-9A-Fa-f]{2}>", token):
-            return bytes.fromhex(token[3:5].decode())
+            return bytes([int(token[3:5], 16)])
         if self.model == "llama":
             return token.replace(SPACE_MARK.encode(), b" ")
         try:

@@ -443,7 +443,8 @@ def replay(path, model_path, key_path=None, backend="auto"):
             if here[name] != receipt.get(name):
                 print(f"{name} was {receipt.get(name)} and is {here[name]} here: bits may differ",
                       file=sys.stderr)
-        cancelled = receipt.get("finish_reason") == "cancelled"
+        reason = receipt.get("finish_reason")
+        cancelled = reason == "cancelled"
         end = len(tokens) if cancelled else request.max_tokens
         while len(request.tokens) < end and engine.step():
             pass
@@ -456,9 +457,8 @@ def replay(path, model_path, key_path=None, backend="auto"):
         print(f"different at token {at}: it was {was} and is {now} here")
         return 1
     receipts.check_tokens(receipt, None, tokens)
-    if not cancelled and request.finish_reason != receipt.get("finish_reason"):
-        print(f"different: finish_reason was {receipt.get('finish_reason')} and is "
-              f"{request.finish_reason} here")
+    if not cancelled and request.finish_reason != reason:
+        print(f"different: finish_reason was {reason} and is {request.finish_reason} here")
         return 1
     signed = "its signature is valid" if key_path else "its signature was not checked (no --key)"
     print(f"equal: all {len(tokens)} tokens came out again; {signed}")

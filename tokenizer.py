@@ -138,8 +138,8 @@ def split(text, patterns):
 def merge(symbols, joins):
     """Joins neighbours, lowest rank first and leftmost among equals, until no two of them join.
 
-    symbols: str, or a list of str. joins: function from a pair of neighbours to (rank, both
-    together) or None. Takes O(n log n): a join looks at its two new neighbours.
+    symbols: any sequence. joins: function from a pair of neighbours to (rank, both together) or
+    None. Takes O(n log n): a join looks at its two new neighbours.
     """
     symbols = list(symbols)
     n = len(symbols)
@@ -187,6 +187,7 @@ def _byte_alphabet():
 
 ALPHABET = _byte_alphabet()
 BYTE_OF = {char: byte for byte, char in enumerate(ALPHABET)}
+LETTERS = [char.encode() for char in ALPHABET]
 
 
 class Tokenizer:
@@ -353,65 +354,66 @@ class Tokenizer:
         return prefix + re.findall(f"{SPACE_MARK}*[^{SPACE_MARK}]+|{SPACE_MARK}+", text)
 
     def _bpe(self, piece):
-        index, letters = self._ordinary, [ALPHABET[byte] for byte in piece.encode()]
-        if self.pre in WHOLE_PIECES and (whole := "".join(letters)) in index:
+        index, letters = self._ordinary, [LETTERS[byte] for byte in piece.encode()]
+        if self.pre in WHOLE_PIECES and (whole := b"".join(letters)) in index:
             return [index[whole]]
-        if self._unknown is None:       # a byte that has no token leaves no gap
-            letters = [letter for letter in letters if letter in index]
-        return [index.get(symbol, self._unknown) for symbol in merge(letters, self._joins)]
+        ids = [index.get(letter, self._unknown) for letter in letters]
+        return merge([id for id in ids if id is not None], self._joins)
 
     def _spm(self, piece):
-        index, ids = self._ordinary, []
-        for symbol in merge(piece, self._joins):
-            ids += [index[symbol]] if symbol in index else [
-                self._byte_ids.get(f"<0x{byte:02X}>", self._unknown) for byte in symbol.encode()]
+        ids = []
+        for symbol in map(str.encode, merge(piece, self._joins)):
+            id = self._ordinary.get(symbol)
+            ids += [id] if id is not None else [
+                self._byte_ids.get(b"<0x%02X>" % byte, self._unknown) for byte in symbol]
         return [id for id in ids if id is not None]
 
     # -- tables for encoding, built when first used
 
     def _index(self, types):
-        """Text -> id of the tokens of these types. Of equal tokens the first counts."""
-        return {_text(token): id for id, token in reversed(list(enumerate(self.tokens)))
+        """Token (bytes) -> id of the tokens of these types. Of equal tokens the first counts."""
+        return {token: id for id, token in reversed(list(enumerate(self.tokens)))
                 if token and self._types[id] in types}
 
     @cached_property
     def _ordinary(self):
-        """Text -> id of what merging may produce."""
+        """Token (bytes) -> id of what merging may produce."""
         return self._index((NORMAL, USER_DEFINED))
+
+    @cached_property
+    def _byte_ids(self):
+        """b"<0x41>" -> id of the token of that byte."""
+        return self._index((BYTE,))
 
     @cached_property
     def _special_tokens(self):
         """Text -> id of the tokens that are found in a text as they are, longest first."""
-        return dict(sorted(self._index(SPECIAL).items(), key=lambda item: -len(item[0])))
-
-    @cached_property
-    def _byte_ids(self):
-        """"<0x41>" -> id of the token of that byte."""
-        return self._index((BYTE,))
+        special = {_text(token): id for token, id in self._index(SPECIAL).items()}
+        return dict(sorted(special.items(), key=lambda item: -len(item[0])))
 
     @cached_property
     def _joins(self):
-        """Function from two neighbours to (rank, both together) or None, as merge() needs it."""
+        """Function from two neighbours, ids (BPE) or text, to (rank, both together) or None."""
         index, joins = self._ordinary, {}
         if self.model == "llama":
-            ranks = {text: (-self._scores[id].item(), text) for text, id in index.items()}
-            return lambda pair: ranks.get(pair[0] + pair[1])
-        known = set(map(_text, self.tokens))
-        for rank, line in enumerate(map(_text, self._merges)):
-            space = line.find(" ", 1)
+            scored = ((_text(token), self._scores[id].item()) for token, id in index.items())
+            joins = {text: (-score, text) for text, score in scored}
+            return lambda pair: joins.get(pair[0] + pair[1])
+        known = {*index, *self._index((UNKNOWN, CONTROL, UNUSED, BYTE))}
+        for rank, line in enumerate(self._merges):
+            space = line.find(b" ", 1)
             left, right = line[:space], line[space + 1:]
             if space < 0 or left not in known or right not in known:
-                line = _shown(self._merges[rank])[:40]
-                raise _bad(f"merges[{rank}]", f"{line!r} names no token")
-            if left in index and right in index and left + right in index:  # else it is unused
-                joins.setdefault((left, right), (rank, left + right))
+                raise _bad(f"merges[{rank}]", f"{_shown(line)[:40]!r} names no token")
+            ids = index.get(left), index.get(right), index.get(left + right)
+            if None not in ids:         # else it is unused
+                joins.setdefault(ids[:2], (rank, ids[2]))
         return joins.get
 
     @cached_property
     def _tokens_start_words(self):
         """True if no token has a space after something else, so that words can be cut apart."""
-        inside_word = re.compile(f"[^{SPACE_MARK}]{SPACE_MARK}")
-        return not any(map(inside_word.search, self._ordinary))
+        return not any(SPACE_MARK in text.lstrip(SPACE_MARK) for text in map(_text, self._ordinary))
 
     # -- decoding
 

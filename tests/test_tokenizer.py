@@ -384,7 +384,7 @@ def readable(tokenizer, text):
     SmolLM2's vocabulary has no tokens for some bytes."""
     if tokenizer.model == "llama":
         return text.replace("▁", " ")
-    missing = {byte for byte, letter in enumerate(tk.ALPHABET) if letter not in tokenizer._ordinary}
+    missing = {byte for byte, letter in enumerate(tk.LETTERS) if letter not in tokenizer._ordinary}
     return bytes(byte for byte in text.encode() if byte not in missing).decode("utf-8", "replace")
 
 

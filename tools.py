@@ -300,29 +300,29 @@ def profile_ops(engine, rng):
     """{rows: {op: (calls, ms)}} of one eager step of 1 row, and of a full prefill chunk."""
     found = {}
     for rows in (1, min(engine.prefill_chunk, engine.page_table.shape[1] * PAGE)):
-        ids, timed = rng.integers(0, engine.cfg.n_vocab, rows).tolist(), TimedOps(engine.ops)
+        batch, pages = batch_of(engine, rng.integers(0, engine.cfg.n_vocab, rows).tolist(), 1)
         for _ in range(2):  # the first pass warms up
-            timed.marks.clear()
+            timed, found[rows] = TimedOps(engine.ops), {}
             engine.ops.run_ahead()
-            forward_once(engine, ids, 1, timed)
+            model.forward(engine.cfg, engine.weights, batch, engine.kv, timed)
             engine.ops.synchronize()
-        found[rows] = {}
-        for name, before, after in timed.marks:
-            calls, ms = found[rows].get(name, (0, 0.0))
-            found[rows][name] = calls + 1, ms + engine.ops.milliseconds(before, after)
+            for name, before, after in timed.marks:
+                calls, ms = found[rows].get(name, (0, 0.0))
+                found[rows][name] = calls + 1, ms + engine.ops.milliseconds(before, after)
+        engine.pool.give(pages)
     return found
 
 
-def forward_once(engine, ids, wanted, ops, see=None):
-    """One pass over a sequence of these ids, past the scheduler; the last `wanted` have logits."""
+def batch_of(engine, ids, wanted):
+    """(uploaded Batch, its pages) of one sequence past the scheduler: the tokens `ids`, of which
+    the last `wanted` have logits."""
     count = engine.pages_for(ids, 0)
     if not engine.make_room(count):
         raise RequestError(f"{len(ids)} tokens do not fit into the KV cache; give a shorter text")
     pages = engine.pool.take(count)
     batch = Batch.of([(0, 0, ids, engine.rope_set(len(ids)), wanted)], np.array([pages], np.int32),
                      engine.tile_tokens)
-    model.forward(engine.cfg, engine.weights, engine.ops.upload_batch(batch), engine.kv, ops, see)
-    engine.pool.give(pages)
+    return engine.ops.upload_batch(batch), pages
 
 
 class TimedOps:
@@ -387,7 +387,8 @@ def diff(path, text, kv_format):
             ids, buffers = engine.checked_ids(engine.tokenize(text)), []
             see = lambda name, layer, value: buffers.append(
                 (name, layer, engine.ops.download(value).reshape(len(ids), -1).copy()))
-            forward_once(engine, ids, len(ids), engine.ops, see)
+            batch, _ = batch_of(engine, ids, len(ids))
+            model.forward(engine.cfg, engine.weights, batch, engine.kv, engine.ops, see)
         runs.append(buffers)
     for (name, layer, actual), (_, _, expected) in zip(*runs):
         largest = float(np.abs(expected).max())

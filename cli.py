@@ -4,6 +4,7 @@ import json
 import os
 import sys
 import time
+from dataclasses import fields
 from pathlib import Path
 
 from errors import LeoneError, RequestError
@@ -88,21 +89,18 @@ def build_parser():
         source.add_argument("-f", "--file", metavar="FILE",
                             help="read the text from FILE, - for stdin")
 
-    sub = command("generate", run_generate, "Continue a prompt, or answer it with --chat.",
-                  *OPTIONS)
+    sub = command("generate", run_generate, "Continue a prompt, or answer it with --chat; without "
+                  "other options by the most likely tokens.", *OPTIONS)
     prompt(sub)
     sub.add_argument("-n", "--max-tokens", type=int, default=256, metavar="N",
                      help="most tokens to generate (default 256)")
     sub.add_argument("--chat", action="store_true", help="use the model's chat template")
     sub.add_argument("--system", metavar="TEXT", help="system message, with --chat")
-    sub.add_argument("--temperature", type=float, default=0.0, metavar="T",
-                     help="0 takes the most likely token (default)")
-    sub.add_argument("--top-k", type=int, default=0, metavar="K", help="0: off (default)")
-    sub.add_argument("--top-p", type=float, default=1.0, metavar="P", help="1: off (default)")
-    sub.add_argument("--min-p", type=float, default=0.0, metavar="P", help="0: off (default)")
-    sub.add_argument("--repetition-penalty", type=float, default=1.0, metavar="R")
-    sub.add_argument("--presence-penalty", type=float, default=0.0, metavar="R")
-    sub.add_argument("--frequency-penalty", type=float, default=0.0, metavar="R")
+    for field in fields(Sampling):
+        if field.type in (int, float):
+            sub.add_argument("--" + field.name.replace("_", "-"), type=field.type, metavar="X",
+                             default=field.default, help="default %(default)s: off")
+    sub.set_defaults(temperature=0.0)
     sub.add_argument("--seed", type=int, metavar="N", help="same seed, same text (default: random)")
     sub.add_argument("--stop", action="append", default=[], metavar="TEXT",
                      help="stop before this text; may be given several times")
@@ -122,8 +120,7 @@ def build_parser():
     sub.add_argument("--profile", action="store_true", help="time each op")
 
     sub = command("perplexity", run_perplexity, "Perplexity of a text in windows.", *OPTIONS)
-    sub.add_argument("-f", "--file", required=True, metavar="FILE",
-                     help="read the text from FILE, - for stdin")
+    prompt(sub)
     sub.add_argument("-c", "--window", type=int, default=512, metavar="N",
                      help="tokens of a window (default 512)")
 
@@ -140,40 +137,31 @@ def build_parser():
 
 
 def open_engine(args, **options):
-    progress = show_progress if sys.stderr.isatty() else None
     return Engine(args.model, args.backend, args.kv, args.prefill_chunk, context=args.ctx,
-                  progress=progress, **options)
+                  progress=show_loading, **options)
 
 
-def show_progress(done, total):
+def show_loading(done, total):
     unit, name = (1e9, "GB") if total >= 1e9 else (1e6, "MB")
-    print(f"loading {done / unit:.1f} of {total / unit:.1f} {name}",
-          end="\r" if done < total else "\r\033[K", file=sys.stderr, flush=True)
+    tools.progress(f"loading {done / unit:.1f} of {total / unit:.1f} {name}", last=done == total)
 
 
 def read_text(args):
-    if args.prompt is None:
-        return read_file(args.file)
-    # bytes of the command line that are not UTF-8 arrive as lone surrogates
-    return args.prompt.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
-
-
-def read_file(path):
-    if path != "-":
-        return Path(path).read_bytes().decode("utf-8", "replace")
-    if sys.stdin is None:
+    if args.prompt is not None:
+        # bytes of the command line that are not UTF-8 arrive as lone surrogates
+        return args.prompt.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+    if args.file == "-" and sys.stdin is None:
         raise RequestError("standard input is closed; name a file with -f")
-    return sys.stdin.buffer.read().decode("utf-8", "replace")
+    data = sys.stdin.buffer.read() if args.file == "-" else Path(args.file).read_bytes()
+    return data.decode("utf-8", "replace")
 
 
 def run_generate(args):
     if args.system is not None and not args.chat:
         raise RequestError("--system is for --chat; add --chat or put the text into the prompt")
     text = read_text(args)
-    sampling = Sampling(
-        temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, min_p=args.min_p,
-        repetition_penalty=args.repetition_penalty, presence_penalty=args.presence_penalty,
-        frequency_penalty=args.frequency_penalty, seed=args.seed, stop=tuple(args.stop))
+    sampling = Sampling(**{field.name: getattr(args, field.name) for field in fields(Sampling)
+                           if hasattr(args, field.name)})
     began = time.perf_counter()
     with open_engine(args, max_rows=1) as engine:
         loaded = time.perf_counter()
@@ -203,10 +191,10 @@ def show_answer(request, shown, quiet):
 
     Before the first of them, a terminal shows how much of the prompt is read.
     """
-    if not shown and sys.stderr.isatty():
+    if not shown:
         read, length = request.read, len(request.prompt)
-        print(f"reading {read} of {length} tokens" if read < length else "\033[K", end="\r",
-              file=sys.stderr, flush=True)
+        all_read = read == length
+        tools.progress("" if all_read else f"reading {read} of {length} tokens", last=all_read)
     if not quiet:
         print(request.text[shown:], end="", flush=True)
     return len(request.text)
@@ -214,9 +202,9 @@ def show_answer(request, shown, quiet):
 
 def report(args, engine, request, load_seconds):
     tokens, length = len(request.tokens), len(request.prompt)
-    prefill = (request.first_token or request.finished) - request.submitted
-    decode = request.finished - request.first_token if tokens else 0.0
-    rate = (tokens - 1) / decode if tokens > 1 and decode > 0 else 0.0
+    first = request.first_token or request.finished
+    prefill, decode = first - request.submitted, request.finished - first
+    rate = (tokens - 1) / decode if decode > 0 else 0.0
     gigabytes = rate * engine.bytes_per_step(1) / 1e9
     if args.json:
         print(json.dumps({
@@ -257,4 +245,4 @@ def run_bench(args):
 
 def run_perplexity(args):
     with open_engine(args, max_rows=1) as engine:
-        tools.perplexity(engine, read_file(args.file), args.window, as_json=args.json)
+        tools.perplexity(engine, read_text(args), args.window, as_json=args.json)

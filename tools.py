@@ -3,19 +3,55 @@ import json
 import math
 import sys
 import time
-from itertools import zip_longest
 
 import numpy as np
 
 import device
 import model
 import receipts
-import reference
 from errors import DeviceError, ModelError, RequestError
-from kv import PAGE, Batch
+from kv import PAGE, Batch, common_prefix
 from leone import PENDING, Engine
 from sampling import Sampling
 from tokenizer import Tokenizer
+
+# ---- what all of them print ----------------------------------------------------------------------
+
+
+def columns(records):
+    """Lines of a table: a row for each record, a column for each of their fields."""
+    table = []
+    for name in records[0] if records else ():
+        cells = [name, *(cell(name, record[name]) for record in records)]
+        width = max(map(len, cells))
+        is_text = isinstance(records[0][name], str)
+        table.append([text.ljust(width) if is_text else text.rjust(width) for text in cells])
+    return ["  ".join(row).rstrip() for row in zip(*table)]
+
+
+def cell(name, value):
+    """A field of a record as text; bytes are known by their name."""
+    if isinstance(value, str):
+        return value
+    if name.endswith("bytes"):
+        return size(value)
+    return f"{value:,.4g}" if isinstance(value, float) and abs(value) < 1000 else f"{value:,.0f}"
+
+
+def size(n_bytes):
+    return f"{n_bytes / 2**20:,.1f} MiB"
+
+
+def printable(text):
+    """Text in one line, with escapes for control characters, which could steer a terminal."""
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
+
+
+def progress(text, last=False):
+    """Show on a terminal how far something is; the next line to be printed takes its place."""
+    if sys.stderr.isatty():
+        print(text, end="\r\033[K" if last else "\r", file=sys.stderr, flush=True)
+
 
 # ---- doctor: what a model is and what this machine can do with it --------------------------------
 
@@ -81,6 +117,12 @@ def examine(path):
     card = device.probe()
     on_card = card if isinstance(card, dict) else None
     formats = count_formats(gguf.tensors.values())
+    try:
+        tokenizer = Tokenizer(gguf.metadata).prepare().describe()
+    except ModelError as error:
+        if not problem:
+            raise
+        tokenizer = {"problem": str(error)}
     return {
         "path": str(gguf.path),
         "files": len(gguf.paths),
@@ -100,7 +142,7 @@ def examine(path):
         "gpu": on_card,
         "gpu_problem": None if on_card else card,
         "cubin": device.cubin_state(),
-        "tokenizer": describe_tokenizer(gguf, needed=problem is None),
+        "tokenizer": tokenizer,
         "chat_template": gguf.value("tokenizer.chat_template", str, None) is not None,
         "notes": notes(gguf, family, cfg),
     }
@@ -111,14 +153,11 @@ def count_formats(tensors):
     formats = {}
     for tensor in tensors:
         kind, is_vector = tensor.type.name, len(tensor.shape) == 1
-        if is_vector:
-            cuda, cpu = "as it is", "as it is"
-        elif not model.can_dequantise(tensor.type):
-            cuda, cpu = "not supported", "not supported"
-        else:
-            cuda = ("as it is" if kind in device.PACKINGS else
-                    "stored as F16" if kind in device.REPACKED_AS_F16 else "expanded to F16")
-            cpu = "as it is" if kind == "F32" else "expanded to F32"
+        cuda = ("as it is" if is_vector or kind in device.PACKINGS else
+                "stored as F16" if kind in device.REPACKED_AS_F16 else
+                "expanded to F16" if model.can_dequantise(tensor.type) else "not supported")
+        cpu = ("as it is" if is_vector or kind == "F32" else
+               "expanded to F32" if model.can_dequantise(tensor.type) else "not supported")
         entry = formats.setdefault((is_vector, kind), {
             "type": kind, "used_for": "vectors" if is_vector else "matrices",
             "tensors": 0, "bytes": 0, "gpu_bytes": 0, "cuda": cuda, "cpu": cpu})
@@ -139,29 +178,15 @@ def describe_kv(cfg, card, weight_bytes):
     on the card."""
     if cfg is None:
         return None
-    described = {}
+    described, held = {}, weight_bytes + CUDA_OVERHEAD + cfg.state_bytes(PENDING)
+    room = max(0, card["free_bytes"] - held) if card else 0
     for kv_format in KV_FORMATS:
         per_token = cfg.kv_bytes_per_token(kv_format)
-        fits = None
-        if card and not cuda_problem(cfg, kv_format):
-            held = weight_bytes + CUDA_OVERHEAD + cfg.state_bytes(PENDING)
-            room = max(0, card["free_bytes"] - held)
-            fits = room // (per_token * PAGE) * PAGE
-        described[kv_format] = {"bytes_per_token": per_token,
-                                "context_bytes": per_token * cfg.n_ctx, "fits_tokens": fits}
+        on_cuda = card and not cuda_problem(cfg, kv_format)
+        described[kv_format] = {
+            "bytes_per_token": per_token, "context_bytes": per_token * cfg.n_ctx,
+            "fits_tokens": room // (per_token * PAGE) * PAGE if on_cuda else None}
     return described
-
-
-def describe_tokenizer(gguf, needed):
-    """What the tokenizer says of itself, or why there is none: an error only if it is needed."""
-    try:
-        tokenizer = Tokenizer(gguf.metadata)
-        tokenizer.prepare()
-        return tokenizer.describe()
-    except ModelError as error:
-        if needed:
-            raise
-        return {"problem": str(error)}
 
 
 def notes(gguf, family, cfg):
@@ -180,81 +205,53 @@ def notes(gguf, family, cfg):
 
 def table(report):
     """The report as lines for people."""
-    name = printable(report["name"] or report["path"])
-    layers = f"{report['layers']} layers, " if report["layers"] else ""
+    card, tokenizer, context = report["gpu"], report["tokenizer"], report["context"]
     files = f" in {report['files']} files" if report["files"] > 1 else ""
     active = f" ({report['active_parameters']:,} a token)" if report["active_parameters"] else ""
-    yield row("model", f"{name} ({printable(report['architecture'])}, {layers}"
-                       f"{report['parameters']:,} parameters{active}, "
-                       f"{size(report['file_bytes'])}{files})")
-    yield row("family", printable(report["problem"]) if report["problem"] else "supported")
-    yield row("context", f"{report['context']:,} tokens" if report["context"] else "unknown")
-    yield row("tokenizer", printable(tokenizer_line(report["tokenizer"])))
-    yield row("chat", "template in the file" if report["chat_template"] else "no template")
-    card = report["gpu"]
-    yield row("gpu", f"none: {report['gpu_problem']}" if card is None else
-              f"{card['name']} (sm_{card['arch']}, driver for CUDA {card['driver']}), "
-              f"{size(card['free_bytes'])} of {size(card['total_bytes'])} free")
-    yield row("kernels", report["cuda_problem"] or report["cubin"])
-    for note in report["notes"]:
-        yield row("note", note)
-    for kv_format, same in report.get("same_bits", {}).items():
-        yield row("bits", f"{kv_format} KV: " + ("the same, however a prompt is cut or batched"
-                                                 if same else "NOT THE SAME; please report this"))
-    yield ""
-    yield row("weights", f"{'':10}{'tensors':>9}{'size':>12}  {'on CUDA':17}on the CPU")
-    for entry in report["formats"]:
-        yield row(entry["type"], f"{entry['used_for']:10}{entry['tensors']:>9,}"
-                  f"{size(entry['bytes']):>12}  {entry['cuda']:17}{entry['cpu']}")
-    if report["state_bytes"]:
-        yield row("state", f"{size(report['state_bytes'])} for each live session, beside its KV")
-    if report["kv"]:
-        yield ""
-        yield row("--kv", f"{'bytes/token':>19}{'context':>12}  fits on the card now")
-        for kv_format, entry in report["kv"].items():
-            fits = entry["fits_tokens"]
-            whole = " (the whole context)" if fits and fits >= report["context"] else ""
-            yield row(kv_format, f"{entry['bytes_per_token']:>19,}"
-                      f"{size(entry['context_bytes']):>12}  "
-                      + (f"{fits:,} tokens{whole}" if fits is not None else
-                         "not on CUDA" if card else "no GPU"))
-
-
-def tokenizer_line(tokenizer):
-    if "problem" in tokenizer:
-        return "none: " + tokenizer["problem"]
     named = lambda token: f"{token['id']} {token['text']!r}" if token else "none"
-    pre = f" / {tokenizer['pre']}" if tokenizer["pre"] else ""
-    return (f"{tokenizer['model']}{pre}, {tokenizer['tokens']:,} tokens, "
-            f"bos {named(tokenizer['bos'])}, eos {named(tokenizer['eos'])}")
-
-
-def row(label, text):
-    return f"{label:11}{text}"
-
-
-def size(n_bytes):
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if n_bytes < 1024 or unit == "GiB":
-            return f"{n_bytes:,.0f} B" if unit == "B" else f"{n_bytes:,.1f} {unit}"
-        n_bytes /= 1024
-
-
-def printable(text):
-    """Text in one line, with escapes for control characters, which could steer a terminal."""
-    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
+    facts = [
+        ("model", f"{report['name'] or report['path']} ({report['architecture']}, "
+                  f"{report['layers'] or '?'} layers, {report['parameters']:,} parameters, "
+                  f"{size(report['file_bytes'])}{files})"),
+        ("family", report["problem"] or "supported"),
+        ("context", f"{context:,} tokens" if context else "unknown"),
+        ("tokenizer", f"none: {tokenizer['problem']}" if "problem" in tokenizer else
+         f"{tokenizer['model']} {tokenizer['pre'] or ''}, {tokenizer['tokens']:,} tokens, "
+         f"bos {named(tokenizer['bos'])}, eos {named(tokenizer['eos'])}"),
+        ("chat", "template in the file" if report["chat_template"] else "no template"),
+        ("gpu", f"none: {report['gpu_problem']}" if card is None else
+         f"{card['name']} (sm_{card['arch']}, driver for CUDA {card['driver']}), "
+         f"{size(card['free_bytes'])} of {size(card['total_bytes'])} free"),
+        ("kernels", report["cuda_problem"] or report["cubin"]),
+        *([("state", f"{size(report['state_bytes'])} for each live session, beside its KV")]
+          if report["state_bytes"] else []),
+        *(("note", note) for note in report["notes"]),
+        *(("bits", f"{kv_format} KV: " + ("the same, however a prompt is cut or batched" if same
+                                          else "NOT THE SAME; please report this"))
+          for kv_format, same in report.get("same_bits", {}).items())]
+    kv = [{"kv": kv_format, **entry} for kv_format, entry in (report["kv"] or {}).items()]
+    for entry in kv:
+        if entry["fits_tokens"] is None:
+            entry["fits_tokens"] = "not on CUDA" if card else "no GPU"
+    return [*(f"{label:11}{printable(text)}" for label, text in facts),
+            "", *columns(report["formats"]), "", *columns(kv)]
 
 
 # ---- bench -----------------------------------------------------------------------------------
 
-PROMPT, NEW = 128, 128  # tokens of a bench request
-PREFILLS = 512, 4096  # prompt lengths whose reading is timed
-REPEATS = 5
+PROMPT = 128  # tokens of the prompts before decoding is timed
+# New tokens of a decoding run, repeats of every run, prompt lengths whose reading is timed.
+THOROUGH, QUICK = (128, 5, (512, 4096)), (16, 3, (512,))  # on the CPU a row may take seconds
 
 
 def bench(engine, rows, profile=False, as_json=False):
     """Time decoding at each number of sequences in `rows`, and prefill; print a table or JSON."""
     rng = np.random.default_rng(7)
+    new, repeats, prefills = QUICK if engine.ops.name == "cpu" else THOROUGH
+    if max(rows) * engine.pages_for(range(PROMPT), new) > engine.pool.n_pages:
+        raise RequestError(f"{max(rows)} sequences of {PROMPT + new} tokens do not fit at once in "
+                           f"{engine.pool.n_pages * PAGE} tokens of KV cache; use fewer --rows or "
+                           "a larger --ctx")
 
     def run(n, prompt, new):
         """Seconds to the last first token, seconds from there to the end."""
@@ -263,22 +260,15 @@ def bench(engine, rows, profile=False, as_json=False):
         began = time.perf_counter()
         while engine.step():
             pass
-        error = next((r.error for r in requests if r.error), None)
-        if error:
-            raise error
+        for request in requests:
+            if request.error:
+                raise request.error
         first = max(r.first_token for r in requests)
         return first - began, max(r.finished for r in requests) - first
 
-    quick = engine.ops.name == "cpu"  # seconds a row there
-    new, repeats = (16, 3) if quick else (NEW, REPEATS)
     roof = engine.ops.measure_bandwidth()
     result = dict(model=engine.cfg.name, backend=engine.ops.name, card=engine.ops.card_name,
                   kv=engine.kv.format, read_bandwidth_gb_per_s=roof, decode=[], prefill=[])
-    longest = min(engine.page_table.shape[1] * PAGE - 1, engine.cfg.n_ctx)
-    if max(rows) * engine.pages_for(range(PROMPT), new) > engine.pool.n_pages:
-        raise RequestError(f"{max(rows)} sequences of {PROMPT + new} tokens do not fit at once in "
-                           f"{engine.pool.n_pages * PAGE} tokens of KV cache; use fewer --rows or "
-                           "a larger --ctx")
     for n in rows:
         run(n, PROMPT, 4)  # builds the graphs
         speeds = sorted(n * (new - 1) / run(n, PROMPT, new)[1] for _ in range(repeats))
@@ -287,85 +277,73 @@ def bench(engine, rows, profile=False, as_json=False):
         result["decode"].append(dict(
             rows=n, tokens_per_s=speed, slowest=speeds[0], fastest=speeds[-1],
             ms_per_step=1e3 * n / speed, gb_per_s=gigabytes, share=gigabytes / roof))
-    flop = 2 * engine.weights.active_parameters
-    for length in PREFILLS:
-        if length < longest and not (quick and length > 512):
-            run(1, length, 1)
-            seconds = sorted(run(1, length, 1)[0] for _ in range(repeats))[repeats // 2]
-            result["prefill"].append(dict(tokens=length, tokens_per_s=length / seconds,
-                                          tflop_per_s=flop * length / seconds / 1e12))
+    longest = min(engine.page_table.shape[1] * PAGE - 1, engine.cfg.n_ctx)
+    for length in (length for length in prefills if length < longest):
+        run(1, length, 1)
+        seconds = sorted(run(1, length, 1)[0] for _ in range(repeats))[repeats // 2]
+        flop = 2 * engine.weights.active_parameters * length
+        result["prefill"].append(dict(tokens=length, tokens_per_s=length / seconds,
+                                      tflop_per_s=1e-12 * flop / seconds))
     if profile:
         result["ops"] = profile_ops(engine, rng)
-    print(json.dumps(result) if as_json else bench_table(result))
+    print(json.dumps(result) if as_json else "\n".join(bench_table(result)))
     return result
 
 
 def bench_table(result):
-    lines = [f"{result['model']}, {result['card']}, {result['kv']} KV, "
-             f"memory reads {result['read_bandwidth_gb_per_s']:.0f} GB/s", "",
-             "rows    tok/s (slowest .. fastest)   ms/step    GB/s   share"]
-    for d in result["decode"]:
-        spread = f"({d['slowest']:8.1f} .. {d['fastest']:8.1f})"
-        lines.append(f"{d['rows']:4d} {d['tokens_per_s']:8.1f} {spread}"
-                     f" {d['ms_per_step']:9.3f} {d['gb_per_s']:7.1f} {d['share']:6.1%}")
-    lines.append("")
-    for p in result["prefill"]:
-        lines.append(f"prefill {p['tokens']:5d}: {p['tokens_per_s']:8.0f} tok/s, "
-                     f"{p['tflop_per_s']:.1f} TFLOP/s")
+    yield (f"{result['model']}, {result['card']}, {result['kv']} KV, "
+           f"memory reads {result['read_bandwidth_gb_per_s']:.0f} GB/s")
+    for records in filter(None, (result["decode"], result["prefill"])):
+        yield from ("", *columns(records))
     for rows, ops in result.get("ops", {}).items():
         total = sum(ms for _, ms in ops.values())
-        lines += ["", f"one step of {rows} rows: {total:.3f} ms in ops",
-                  "op            calls        ms   share"]
-        for name, (calls, ms) in sorted(ops.items(), key=lambda item: -item[1][1]):
-            lines.append(f"{name:12} {calls:6d} {ms:9.3f} {ms / total:7.1%}")
-    return "\n".join(lines)
+        yield from ("", f"one step of {rows} rows: {total:.3f} ms in ops")
+        yield from columns([dict(op=name, calls=calls, ms=ms, share=ms / total) for
+                            name, (calls, ms) in sorted(ops.items(), key=lambda op: -op[1][1])])
 
 
 def profile_ops(engine, rng):
     """{rows: {op: (calls, ms)}} of one eager step of 1 row, and of a full prefill chunk."""
     found = {}
     for rows in (1, min(engine.prefill_chunk, engine.page_table.shape[1] * PAGE)):
-        timed = TimedOps(engine.ops)
-        engine.make_room(-(-rows // PAGE))
-        pages = engine.pool.take(-(-rows // PAGE))
-        table = np.array([pages], np.int32)
-        ids = rng.integers(0, engine.cfg.n_vocab, rows).tolist()
-        batch = engine.ops.upload_batch(Batch.of([(0, 0, ids, 0, 1)], table, engine.tile_tokens))
-        for _ in range(2):  # the first call warms up
-            timed.start()
+        batch, pages = batch_of(engine, rng.integers(0, engine.cfg.n_vocab, rows).tolist(), 1)
+        for _ in range(2):  # the first pass warms up
+            timed, found[rows] = TimedOps(engine.ops), {}
+            engine.ops.run_ahead()
             model.forward(engine.cfg, engine.weights, batch, engine.kv, timed)
-            found[rows] = timed.stop()
+            engine.ops.synchronize()
+            for name, before, after in timed.marks:
+                calls, ms = found[rows].get(name, (0, 0.0))
+                found[rows][name] = calls + 1, ms + engine.ops.milliseconds(before, after)
         engine.pool.give(pages)
     return found
 
 
+def batch_of(engine, ids, wanted):
+    """(uploaded Batch, its pages) of one sequence past the scheduler: the tokens `ids`, of which
+    the last `wanted` have logits."""
+    count = engine.pages_for(ids, 0)
+    if not engine.make_room(count):
+        raise RequestError(f"{len(ids)} tokens do not fit into the KV cache; give a shorter text")
+    pages = engine.pool.take(count)
+    batch = Batch.of([(0, 0, ids, engine.rope_set(len(ids)), wanted)], np.array([pages], np.int32),
+                     engine.tile_tokens)
+    return engine.ops.upload_batch(batch), pages
+
+
 class TimedOps:
-    """An op table that times every call of another one."""
+    """An op table that marks the beginning and the end of every call of another one."""
 
     def __init__(self, ops):
         self.ops, self.marks = ops, []
 
     def __getattr__(self, name):
-        op = getattr(self.ops, name)
-
         def timed(*args, **options):
             before = self.ops.mark()
-            result = op(*args, **options)
+            result = getattr(self.ops, name)(*args, **options)
             self.marks.append((name, before, self.ops.mark()))
             return result
         return timed
-
-    def start(self):
-        self.marks = []
-        self.ops.run_ahead()
-
-    def stop(self):
-        self.ops.synchronize()
-        found = {}
-        for name, before, after in self.marks:
-            calls, ms = found.get(name, (0, 0.0))
-            found[name] = calls + 1, ms + self.ops.milliseconds(before, after)
-        return found
 
 
 # ---- perplexity ------------------------------------------------------------------------------
@@ -382,22 +360,18 @@ def perplexity(engine, text, window, as_json=False):
     if not count:
         raise RequestError(f"the text has {len(ids)} tokens, a window {window}; give a longer text "
                            "or a window of 4 tokens or more with -c")
-    total, predictions = 0.0, 0
+    losses = []  # mean of each window
     for index in range(count):
         part = np.array(ids[index * window:(index + 1) * window])
         logits = engine.logits(part)[window // 2:-1].astype(np.float64)
         if not np.isfinite(logits).all():
             raise DeviceError("the logits are not finite: a value left the range of float16; "
                               "try --kv f32")
-        wanted = part[window // 2 + 1:]
-        largest = logits.max(axis=-1)
-        log_sum = largest + np.log(np.exp(logits - largest[:, None]).sum(axis=-1))
-        total += float((log_sum - logits[np.arange(len(wanted)), wanted]).sum())
-        predictions += len(wanted)
-        if sys.stderr.isatty():
-            print(f"window {index + 1} of {count}: {np.exp(total / predictions):.4f}",
-                  end="\r\033[K" if index + 1 == count else "\r", file=sys.stderr, flush=True)
-    value = float(np.exp(total / predictions))
+        logits -= logits.max(axis=-1, keepdims=True)
+        wanted = logits[np.arange(len(logits)), part[window // 2 + 1:]]
+        losses.append(float(np.mean(np.log(np.exp(logits).sum(axis=-1)) - wanted)))
+        value = math.exp(sum(losses) / len(losses))
+        progress(f"window {index + 1} of {count}: {value:.4f}", last=index + 1 == count)
     print(json.dumps(dict(perplexity=value, window=window, windows=count)) if as_json else
           f"perplexity {value:.4f} over {count} windows of {window} tokens")
     return value
@@ -437,37 +411,24 @@ class ShownOps:
 
 def diff(path, text, kv_format):
     """Run the prompt on both backends, compare every buffer. Returns 1 at one that differs."""
-    gguf = model.GGUF(path)
-    tokenizer = Tokenizer(gguf.metadata)
-    ids = tokenizer.encode(text, special=False, bos=tokenizer.add_bos)
-    if not ids:
-        raise RequestError("the prompt is empty; give some text")
-    runs = []
-    for ops in (reference.Reference(np.float32), device.Device()):
-        try:
-            cfg, weights = model.load(gguf, ops)
-            pages = -(-len(ids) // PAGE)
-            kv = ops.pages(cfg, pages, kv_format, 1)
-            rope_set = int(len(cfg.rope_sets) > 1 and len(ids) > cfg.rope_long_from)
-            batch = Batch.of([(0, 0, ids, rope_set, len(ids))],
-                             np.arange(pages, dtype=np.int32)[None], ops.tile_tokens(cfg))
-            shown = ShownOps(ops)
-            weights.layers = shown.numbered(weights.layers)
-            model.forward(cfg, weights, ops.upload_batch(batch), kv, shown)
-        finally:
-            ops.close()
+    runs, records = [], []
+    for backend in "cuda", "cpu":
+        with Engine(path, backend, kv_format, max_rows=1) as engine:
+            ids, shown = engine.checked_ids(engine.tokenize(text)), ShownOps(engine.ops)
+            batch, _ = batch_of(engine, ids, len(ids))
+            engine.weights.layers = shown.numbered(engine.weights.layers)
+            model.forward(engine.cfg, engine.weights, batch, engine.kv, shown)
         runs.append(shown.buffers)
-    print("layer  result of         largest     error  error/largest")
-    for (name, layer, expected), (_, _, actual) in zip(*runs):
+    for (name, layer, actual), (_, _, expected) in zip(*runs):
         largest = float(np.abs(expected).max())
         error = float(np.abs(actual - expected).max())
         good = error <= DIFF_TOLERANCE[kv_format] * largest  # false for NaN
-        print(f"{layer if layer >= 0 else '':5}  {name:14} {largest:10.4g} {error:9.3g} "
-              f"{error / largest if largest else 0:10.2e}{'' if good else '  <-- differs'}")
+        records.append(dict(result_of=name, layer=layer if layer >= 0 else "", largest=largest,
+                            error=error, share=error / largest if largest else 0.0))
         if not good:
-            return 1
-    print("all buffers agree")
-    return 0
+            break
+    print(*columns(records), "all buffers agree" if good else "the last one differs", sep="\n")
+    return int(not good)
 
 
 # ---- replay ----------------------------------------------------------------------------------
@@ -512,7 +473,8 @@ def replay(path, model_path, key_path=None, backend="auto"):
             if here[name] != receipt.get(name):
                 print(f"{name} was {receipt.get(name)} and is {here[name]} here: bits may differ",
                       file=sys.stderr)
-        cancelled = receipt.get("finish_reason") == "cancelled"
+        reason = receipt.get("finish_reason")
+        cancelled = reason == "cancelled"
         end = len(tokens) if cancelled else request.max_tokens
         while len(request.tokens) < end and engine.step():
             pass
@@ -520,14 +482,13 @@ def replay(path, model_path, key_path=None, backend="auto"):
             raise request.error
     new = request.tokens[:end]
     if new != tokens:
-        at = next(i for i, pair in enumerate(zip_longest(tokens, new)) if pair[0] != pair[1])
+        at = common_prefix(tokens, new)
         was, now = ((ids[at:] or ["nothing"])[0] for ids in (tokens, new))
         print(f"different at token {at}: it was {was} and is {now} here")
         return 1
     receipts.check_tokens(receipt, None, tokens)
-    if not cancelled and request.finish_reason != receipt.get("finish_reason"):
-        print(f"different: finish_reason was {receipt.get('finish_reason')} and is "
-              f"{request.finish_reason} here")
+    if not cancelled and request.finish_reason != reason:
+        print(f"different: finish_reason was {reason} and is {request.finish_reason} here")
         return 1
     signed = "its signature is valid" if key_path else "its signature was not checked (no --key)"
     print(f"equal: all {len(tokens)} tokens came out again; {signed}")

@@ -12,7 +12,11 @@ import pytest
 
 import cli
 import crafted
+import device
 import leone as engine_module
+import reference
+import tools
+from errors import RequestError
 from models import SMOL, quantised, smol, smol_json
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -143,7 +147,6 @@ def test_mistakes_end_in_one_line(args):
 
 
 def test_no_gpu_is_one_line():
-    import device
     if isinstance(device.probe(), dict):
         pytest.skip("this machine has a GPU")
     run = leone("generate", "-m", quantised("llama3"), "-p", "x", "--backend", "cuda")
@@ -194,6 +197,27 @@ def test_bench_in_a_small_context():
                 "--json")
     out = json.loads(run.stdout)
     assert out["decode"][0]["rows"] == 1 and set(out["ops"]) == {"1", "320"}
+
+
+def test_diff_names_the_first_buffer_that_differs(monkeypatch, capsys):
+    class Card(reference.Reference):
+        """Stands in for the GPU; one op is wrong by `error`."""
+        error = 0.0
+
+        def silu_mul(self, gate_up):
+            return super().silu_mul(gate_up) * (1 + self.error)
+
+    monkeypatch.setattr(device, "Device", Card)
+    assert tools.diff(TINY, "Hello", "f16") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].split()[0] == "embed" and lines[-2].split()[0] == "logits"
+    assert lines[-1] == "all buffers agree"
+    Card.error = 0.1
+    assert cli.main(["diff", "-m", str(TINY), "-p", "Hello", "--kv", "f16"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-2].split()[:2] == ["silu_mul", "0"] and lines[-1] == "the last one differs"
+    with pytest.raises(RequestError, match="do not fit"):
+        tools.diff(TINY, "x" * 5000, "f16")
 
 
 # ---- Ctrl-C ------------------------------------------------------------------------------------

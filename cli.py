@@ -16,7 +16,7 @@ def stopped():
 
 
 try:  # these take a while
-    import model
+    import gguf_file
     import tools
     from leone import VERSION, Engine
     from sampling import Sampling
@@ -223,7 +223,7 @@ def report(args, engine, request, load_seconds):
 
 
 def run_tokenize(args):
-    tokenizer = Tokenizer(model.GGUF(args.model).metadata)
+    tokenizer = Tokenizer(gguf_file.GGUF(args.model).metadata)
     ids = tokenizer.encode(read_text(args), special=args.special, bos=tokenizer.add_bos)
     if args.json:
         print(json.dumps({"tokens": ids}))

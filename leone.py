@@ -30,6 +30,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 import chat
+import gguf_file
 import model
 import receipts
 from errors import LeoneError, ModelError, DeviceError, Overloaded, RequestError
@@ -107,15 +108,16 @@ class Engine:
     """A model on a device, and the requests that it is working on."""
 
     def __init__(self, path, backend="auto", kv="f16", prefill_chunk=512, max_rows=64, context=None,
-                 queue=1024, queue_tokens=None, sessions=None, session_store=None, state_cache=2 << 30,
-                 progress=None):
+                 queue=1024, queue_tokens=None, sessions=None, session_store=None,
+                 state_cache=2 << 30, progress=None):
         """Load the model at `path`.
 
         backend: "auto" (CUDA where there is a card), "cuda", "cpu". kv: format of the KV cache,
         "f32", "f16" or "q8". prefill_chunk: prompt tokens of one step. max_rows: sequences that
         decode in one step. context: tokens of KV cache in all (default: what the model and the
         free memory allow). queue, queue_tokens: requests, and tokens of them, that may wait.
-        sessions: sequences that hold memory at once (default max_rows). session_store: folder in
+        sessions: sequences that hold memory at once (default max_rows, or fewer where recurrent
+        states would take more than a quarter of the memory). session_store: folder in
         which idle sessions survive. state_cache: bytes of host memory for the recurrent states that
         later prompts may begin from. progress: called with (done bytes, all bytes) while weights
         load.
@@ -131,13 +133,16 @@ class Engine:
         for name, (value, most) in limits.items():
             if value is not None:
                 check_integer(value, 1, most, name)
-        self.gguf = model.GGUF(path)
+        self.gguf = gguf_file.GGUF(path)
         self.model_hash = receipts.ModelHash(self.gguf.paths)
         self.tokenizer = Tokenizer(self.gguf.metadata)
         self.ops = open_backend(backend)
         try:
             self.cfg, self.weights = model.load(self.gguf, self.ops, progress)
             self.prefill_chunk, self.max_rows = prefill_chunk, max_rows
+            if sessions is None and self.cfg.n_state_layers:  # states leave most memory to KV
+                room = self.ops.free_memory() // 4 // self.cfg.state_bytes(PENDING)
+                self.max_sessions = max(1, min(max_rows, room - 1))
             self.queue_limit, self.queue_tokens = queue, queue_tokens
             n_pages, longest = self.plan_pages(kv, context)
             self.kv = self.ops.pages(self.cfg, n_pages, kv, self.max_sessions + 1, PENDING)

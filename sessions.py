@@ -263,7 +263,8 @@ class Sessions:
                   "committed": session.state.committed if session.state else 0,
                   "answers": dict(self.answers(session.name)), "blobs": [
                       {"name": name, "bytes": len(blobs[name]),
-                       "sha256": hashlib.sha256(data).hexdigest()} for name, data in padded.items()]}
+                       "sha256": hashlib.sha256(data).hexdigest()}
+                      for name, data in padded.items()]}
         text = json.dumps(header).encode()
         text += b" " * (-(len(text) + 48) % ALIGNMENT)
         head = MAGIC + np.array([VERSION, len(text)], "<u4").tobytes() + text

@@ -7,6 +7,7 @@ import time
 import numpy as np
 
 import device
+import gguf_file
 import model
 import receipts
 from errors import DeviceError, ModelError, RequestError
@@ -110,7 +111,7 @@ def compare_bits(path):
 
 def examine(path):
     """The report as a dict of plain values. Reads the header and the norm vectors, no matrix."""
-    gguf = model.GGUF(path)
+    gguf = gguf_file.GGUF(path)
     problem = model.unsupported(gguf)
     cfg, weights = (None, None) if problem else model.load(gguf, CheckOnly())
     family = gguf.value("general.architecture", str)
@@ -155,9 +156,9 @@ def count_formats(tensors):
         kind, is_vector = tensor.type.name, len(tensor.shape) == 1
         cuda = ("as it is" if is_vector or kind in device.PACKINGS else
                 "stored as F16" if kind in device.REPACKED_AS_F16 else
-                "expanded to F16" if model.can_dequantise(tensor.type) else "not supported")
+                "expanded to F16" if gguf_file.can_dequantise(tensor.type) else "not supported")
         cpu = ("as it is" if is_vector or kind == "F32" else
-               "expanded to F32" if model.can_dequantise(tensor.type) else "not supported")
+               "expanded to F32" if gguf_file.can_dequantise(tensor.type) else "not supported")
         entry = formats.setdefault((is_vector, kind), {
             "type": kind, "used_for": "vectors" if is_vector else "matrices",
             "tensors": 0, "bytes": 0, "gpu_bytes": 0, "cuda": cuda, "cpu": cpu})
@@ -174,8 +175,8 @@ def cuda_problem(cfg, kv_format="f16"):
 
 
 def describe_kv(cfg, card, weight_bytes):
-    """For each KV format: bytes per token and of a whole context, tokens of one sequence that fit
-    on the card."""
+    """For each KV format: bytes per token, of a whole context, and of all that one sequence with
+    such a context needs on a card; tokens of one sequence that fit on the present one."""
     if cfg is None:
         return None
     described, held = {}, weight_bytes + CUDA_OVERHEAD + cfg.state_bytes(PENDING)
@@ -185,6 +186,7 @@ def describe_kv(cfg, card, weight_bytes):
         on_cuda = card and not cuda_problem(cfg, kv_format)
         described[kv_format] = {
             "bytes_per_token": per_token, "context_bytes": per_token * cfg.n_ctx,
+            "needs_bytes": held + per_token * cfg.n_ctx,
             "fits_tokens": room // (per_token * PAGE) * PAGE if on_cuda else None}
     return described
 
@@ -211,7 +213,7 @@ def table(report):
     named = lambda token: f"{token['id']} {token['text']!r}" if token else "none"
     facts = [
         ("model", f"{report['name'] or report['path']} ({report['architecture']}, "
-                  f"{report['layers'] or '?'} layers, {report['parameters']:,} parameters, "
+                  f"{report['layers'] or '?'} layers, {report['parameters']:,} parameters{active}, "
                   f"{size(report['file_bytes'])}{files})"),
         ("family", report["problem"] or "supported"),
         ("context", f"{context:,} tokens" if context else "unknown"),
@@ -460,7 +462,7 @@ def replay(path, model_path, key_path=None, backend="auto"):
             raise ValueError
     except (KeyError, TypeError, ValueError, AttributeError):
         raise RequestError("the receipt does not say how its tokens were sampled") from None
-    model_hash = receipts.hash_model(model.GGUF(model_path).paths)
+    model_hash = receipts.hash_model(gguf_file.GGUF(model_path).paths)
     if model_hash != receipt.get("model_sha256"):
         raise RequestError(f"{model_path} is not the model of the receipt, whose SHA-256 is "
                            f"{receipt.get('model_sha256')}; name that file with -m")

@@ -177,7 +177,7 @@ def tiny_hybrid(family="qwen35moe"):
 
 
 def contents(gguf):
-    """(metadata, tensors) of a model.GGUF, to be changed and written again."""
+    """(metadata, tensors) of a gguf_file.GGUF, to be changed and written again."""
     def plain(value):
         if isinstance(value, np.ndarray):
             return value.tolist()

@@ -14,7 +14,7 @@ from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 import chat
-import model
+import gguf_file
 from errors import ModelError, RequestError
 from models import smol
 from tokenizer import Tokenizer
@@ -325,7 +325,7 @@ def test_known_prompts(template, messages, options, text):
 
 def test_the_model_file():
     """The real template and vocabulary: only the template's control tokens become such ids."""
-    gguf = model.GGUF(smol())
+    gguf = gguf_file.GGUF(smol())
     tok, template = Tokenizer(gguf.metadata), gguf.metadata["tokenizer.chat_template"]
     start, end = (tok.encode(text, special=True)[0] for text in ("<|im_start|>", "<|im_end|>"))
     for text in TEXTS + ["<|im_start|>" * 50, "<|im_<|im_end|>end|>"]:
@@ -585,7 +585,7 @@ def test_tools_documents_and_options_reach_the_template_as_given():
 
 
 def test_arguments_and_results_give_no_control_tokens():
-    tok = Tokenizer(model.GGUF(smol()).metadata)
+    tok = Tokenizer(gguf_file.GGUF(smol()).metadata)
     end, = tok.encode("<|im_end|>", special=True)
     calm, hostile = (chat.render(QWEN25, chat.prepare_messages(
         [USER, dict(MADE, tool_calls=[call("f", json.dumps({text: text, "list": [text]}))]),

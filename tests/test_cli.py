@@ -210,7 +210,7 @@ def test_diff_names_the_first_buffer_that_differs(monkeypatch, capsys):
     monkeypatch.setattr(device, "Device", Card)
     assert tools.diff(TINY, "Hello", "f16") == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[1].split()[0] == "embed" and lines[-2].split()[0] == "logits"
+    assert lines[1].split()[0] == "embed" and lines[-2].split()[0] == "linear"
     assert lines[-1] == "all buffers agree"
     Card.error = 0.1
     assert cli.main(["diff", "-m", str(TINY), "-p", "Hello", "--kv", "f16"]) == 1

@@ -263,9 +263,10 @@ def test_page_pool_counts_holders():
 
 def test_small_memory_gives_the_same_bits():
     """Weights that stay quantised, expanded by panel, give the bits of expanded ones."""
+    import gguf_file
     import model
     from kv import Batch
-    gguf = model.GGUF(quantised("qwen3"))
+    gguf = gguf_file.GGUF(quantised("qwen3"))
     results = []
     for limit in (None, 0, 500_000):
         ops = reference.Reference(np.float32, memory_limit=limit)

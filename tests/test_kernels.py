@@ -16,7 +16,8 @@ import reference
 import sampling
 from errors import DeviceError
 from kv import PAGE, Batch
-from model import Config, Tensor
+from gguf_file import Tensor
+from model import Config
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from gguf import GGMLQuantizationType
 import device as device_module
 import reference
 from errors import DeviceError
-from model import Tensor
+from gguf_file import Tensor
 from test_kernels import (close, device, packed_weights, random_activations, random_tensor,
                           some_rows, weights_of)
 

@@ -14,6 +14,7 @@ import pytest
 
 import crafted as c
 import device
+import gguf_file
 import model
 import tools
 from errors import ModelError
@@ -354,7 +355,7 @@ def write(path, data, size=0):
 
 def use(path):
     """All that an engine does with a file before it computes."""
-    gguf = model.GGUF(path)
+    gguf = gguf_file.GGUF(path)
     model.load(gguf, tools.CheckOnly())
     Tokenizer(gguf.metadata).prepare()
 

@@ -17,6 +17,7 @@ import pytest
 import crafted as c
 import device
 import leone
+import gguf_file
 import model
 import reference
 import tools
@@ -95,12 +96,12 @@ def tiny(tmp_path, changed_keys=(), changed_tensors=()):
 
 @pytest.mark.parametrize("family", FILES)
 def test_same_as_the_gguf_package(family):
-    ours, theirs = model.GGUF(golden(family)), gguf.GGUFReader(golden(family))
+    ours, theirs = gguf_file.GGUF(golden(family)), gguf.GGUFReader(golden(family))
     names = [name for name in theirs.fields if not name.startswith("GGUF.")]
     assert list(ours.metadata) == names
     for name in names:
         expected, found = theirs.fields[name].contents(), ours.metadata[name]
-        if isinstance(found, model.Strings):
+        if isinstance(found, gguf_file.Strings):
             assert [text.decode() for text in found] == expected
         elif isinstance(found, np.ndarray):
             assert found.tolist() == expected
@@ -119,7 +120,7 @@ def test_arrays(tmp_path):
     path = write(tmp_path / "a.gguf", {"texts": texts, "floats": [0.5, -1.0], "ints": [3, -4]}, {},
                  extra_keys=[c.array("none", c.STRING, 0, b""), c.array("no", c.U8, 0, b""),
                              c.array("flags", c.BOOL, 3, bytes([0, 1, 2]))])
-    found = model.GGUF(path).metadata
+    found = gguf_file.GGUF(path).metadata
     assert list(found["texts"]) == texts and len(found["texts"]) == 5
     assert [found["texts"][i] for i in (0, 2, 4, -1, -5)] == [texts[i] for i in (0, 2, 4, -1, -5)]
     with pytest.raises(IndexError):
@@ -131,17 +132,17 @@ def test_arrays(tmp_path):
 
 def test_a_text_of_any_bytes(tmp_path):
     path = write(tmp_path / "a.gguf", {"text": b"a\xffb"}, {})
-    assert model.GGUF(path).metadata["text"] == "a\ufffdb"
+    assert gguf_file.GGUF(path).metadata["text"] == "a\ufffdb"
 
 
 def test_version_2(tmp_path):
     path = write(tmp_path / "v2.gguf", *c.tiny_model(), version=2)
-    assert model.load(model.GGUF(path), Recorder())[0].name == "tiny"
+    assert model.load(gguf_file.GGUF(path), Recorder())[0].name == "tiny"
 
 
 def test_typed_values(tmp_path):
     path = write(tmp_path / "a.gguf", {"number": 3, "flag": True, "real": 0.5, "text": "t"}, {})
-    file = model.GGUF(path)
+    file = gguf_file.GGUF(path)
     assert file.value("number", int) == 3 and file.value("number", float) == 3.0
     assert file.value("flag", bool) is True and file.value("none", str, "x") == "x"
     for key, kind in (("number", bool), ("number", str), ("flag", int), ("real", int), ("no", int)):
@@ -163,9 +164,9 @@ def split(folder, count=3, **changed):
 
 
 def test_split_file(tmp_path):
-    whole = model.GGUF(tiny(tmp_path))
+    whole = gguf_file.GGUF(tiny(tmp_path))
     for path in split(tmp_path):
-        joined = model.GGUF(path)
+        joined = gguf_file.GGUF(path)
         assert [part.name[:7] for part in joined.paths] == ["m-00001", "m-00002", "m-00003"]
         assert joined.metadata["general.name"] == "tiny"
         assert joined.tensors.keys() == whole.tensors.keys()
@@ -177,19 +178,19 @@ def test_split_file(tmp_path):
 def test_split_file_in_disorder(tmp_path):
     paths = split(tmp_path, part1={"split.no": 0})
     with pytest.raises(ModelError, match="split.no of m-00002-of-00003.gguf must be 1, not 0"):
-        model.GGUF(paths[0])
+        gguf_file.GGUF(paths[0])
     paths = split(tmp_path, part2={"split.count": 4})
     with pytest.raises(ModelError, match="split.count of m-00003-of-00003.gguf must be 3, not 4"):
-        model.GGUF(paths[0])
+        gguf_file.GGUF(paths[0])
     paths = split(tmp_path)
     write(paths[1], {"split.no": 1, "split.count": 3}, c.tiny_model()[1])
     with pytest.raises(ModelError, match="is in two parts"):
-        model.GGUF(paths[0])
+        gguf_file.GGUF(paths[0])
     paths[2].unlink()
     with pytest.raises(ModelError, match="cannot open .*m-00003-of-00003.gguf"):
-        model.GGUF(paths[0])
+        gguf_file.GGUF(paths[0])
     with pytest.raises(ModelError, match="must be named NAME-00001-of-00003.gguf"):
-        model.GGUF(paths[0].rename(tmp_path / "renamed.gguf"))
+        gguf_file.GGUF(paths[0].rename(tmp_path / "renamed.gguf"))
 
 
 # ---- Config --------------------------------------------------------------------------------------
@@ -197,7 +198,7 @@ def test_split_file_in_disorder(tmp_path):
 
 @pytest.mark.parametrize("family", SUPPORTED)
 def test_config(family):
-    cfg = model.Config.from_gguf(model.GGUF(golden(family)))
+    cfg = model.Config.from_gguf(gguf_file.GGUF(golden(family)))
     found = (cfg.n_layers, cfg.n_ff, cfg.n_heads, cfg.n_kv_heads, cfg.head_dim, cfg.qk_norm)
     assert found == SUPPORTED[family][:-1]
     assert (cfg.n_embd, cfg.n_vocab, cfg.n_tokens) == (256, 512, 512)
@@ -217,22 +218,22 @@ def test_config(family):
 
 def test_layers_of_a_hybrid(tmp_path):
     """Named one by one, by an interval, or by its default of 4; the draft head is none of them."""
-    cfg = model.Config.from_gguf(model.GGUF(golden("qwen35")))
+    cfg = model.Config.from_gguf(gguf_file.GGUF(golden("qwen35")))
     assert (cfg.n_state_layers, cfg.n_kv_layers, cfg.delta_channels) == (3, 2, 1024)
-    metadata, tensors = c.contents(model.GGUF(golden("qwen35")))
+    metadata, tensors = c.contents(gguf_file.GGUF(golden("qwen35")))
     for key in ("attention.recurrent_layers", "full_attention_interval"):
         del metadata[f"qwen35.{key}"]
-        again = model.Config.from_gguf(model.GGUF(write(tmp_path / "a.gguf", metadata, tensors)))
+        again = model.Config.from_gguf(gguf_file.GGUF(write(tmp_path / "a.gguf", metadata, tensors)))
         assert again == cfg
     metadata["qwen35.full_attention_interval"] = 2
-    cfg = model.Config.from_gguf(model.GGUF(write(tmp_path / "b.gguf", metadata, tensors)))
+    cfg = model.Config.from_gguf(gguf_file.GGUF(write(tmp_path / "b.gguf", metadata, tensors)))
     assert cfg.recurrent == (True, False, True, False)
 
 
 def test_bytes_of_kv_and_state():
-    cfg = model.Config.from_gguf(model.GGUF(golden("deepseek2")))
+    cfg = model.Config.from_gguf(gguf_file.GGUF(golden("deepseek2")))
     assert cfg.kv_bytes_per_token("f16") == 2 * 2 * 320  # layers, rank + rotated values
-    cfg = model.Config.from_gguf(model.GGUF(golden("qwen35")))
+    cfg = model.Config.from_gguf(gguf_file.GGUF(golden("qwen35")))
     assert cfg.kv_bytes_per_token("f32") == 4 * 2 * 2 * 256  # two layers, K and V
     for pending, ring in ((1, 4), (9, 18)):
         expected = 3 * (4 * 128 * 128 + ring * (1024 + 256 + 512 + 8)) * 4
@@ -243,7 +244,7 @@ def test_bytes_of_kv_and_state():
 def test_yarn_of_latent_attention():
     """The magnitude of cosine and sine is 1; the scores grow by its square instead."""
     for family, multiplier in (("deepseek2", 0.1), ("deepseek2-lite", 0.0707)):
-        cfg = model.Config.from_gguf(model.GGUF(golden(family)))
+        cfg = model.Config.from_gguf(gguf_file.GGUF(golden(family)))
         growth = 1 + multiplier * math.log(40)
         assert cfg.rope_magnitude == 1
         assert cfg.attn_scale == pytest.approx(growth ** 2 / math.sqrt(192), rel=1e-6)
@@ -251,13 +252,13 @@ def test_yarn_of_latent_attention():
 
 
 def test_router_keys(tmp_path):
-    cfg = model.Config.from_gguf(model.GGUF(write(tmp_path / "a.gguf", *c.tiny_latent())))
+    cfg = model.Config.from_gguf(gguf_file.GGUF(write(tmp_path / "a.gguf", *c.tiny_latent())))
     assert cfg.router_sigmoid and cfg.router_norm and cfg.router_scale == 2.5
     assert (cfg.router_groups, cfg.router_groups_used, cfg.n_ff_shared) == (2, 1, 48)
     metadata, tensors = c.tiny_mixture()
     for norm in True, False:  # the key is stronger than the family
         metadata["llama.expert_weights_norm"] = norm
-        cfg = model.Config.from_gguf(model.GGUF(write(tmp_path / "b.gguf", metadata, tensors)))
+        cfg = model.Config.from_gguf(gguf_file.GGUF(write(tmp_path / "b.gguf", metadata, tensors)))
         assert cfg.router_norm == norm and not cfg.router_sigmoid
 
 
@@ -268,7 +269,7 @@ def plain_angle(base, rope_dim, pair):
 @pytest.mark.parametrize("family, base", [("mistral", 1e6), ("qwen25", 1e6), ("qwen3", 1e6),
                                           ("phi3", 1e4)])
 def test_plain_rope(family, base):
-    cfg = model.Config.from_gguf(model.GGUF(golden(family)))
+    cfg = model.Config.from_gguf(gguf_file.GGUF(golden(family)))
     expected = [plain_angle(base, cfg.head_dim, j) for j in range(cfg.head_dim // 2)]
     assert len(cfg.rope_sets) == 1 and cfg.rope_long_from == 0 and cfg.rope_magnitude == 1
     np.testing.assert_allclose(cfg.rope_sets[0], expected, rtol=1e-14)
@@ -279,13 +280,13 @@ def test_linear_rope(tmp_path):
     for keys, factor in (({"type": "linear", "factor": 4.0}, 4), ({"factor": 4.0}, 4),
                          ({"type": "none", "factor": 4.0}, 1)):
         keys = {f"llama.rope.scaling.{key}": value for key, value in keys.items()}
-        cfg = model.Config.from_gguf(model.GGUF(tiny(tmp_path, keys)))
+        cfg = model.Config.from_gguf(gguf_file.GGUF(tiny(tmp_path, keys)))
         expected = [plain_angle(1e4, 8, j) / factor for j in range(4)]
         np.testing.assert_allclose(cfg.rope_sets[0], expected, rtol=1e-14)
 
 
 def test_partial_rope(tmp_path):
-    cfg = model.Config.from_gguf(model.GGUF(tiny(tmp_path, {"llama.rope.dimension_count": 4})))
+    cfg = model.Config.from_gguf(gguf_file.GGUF(tiny(tmp_path, {"llama.rope.dimension_count": 4})))
     np.testing.assert_allclose(cfg.rope_sets[0], [1, 0.01], rtol=1e-14)
 
 
@@ -302,7 +303,7 @@ def test_llama3_rope():
         elif wavelength >= original / high:
             angle = (1 - smooth) * angle / factor + smooth * angle
         expected.append(angle)
-    cfg = model.Config.from_gguf(model.GGUF(golden("llama3")))
+    cfg = model.Config.from_gguf(gguf_file.GGUF(golden("llama3")))
     assert len(cfg.rope_sets) == 1 and cfg.rope_magnitude == 1
     np.testing.assert_allclose(cfg.rope_sets[0], expected, rtol=1e-6)  # the table is float32
 
@@ -320,7 +321,7 @@ def yarn_angles(base, rope_dim, factor, original, fast=32.0, slow=1.0):
 
 
 def test_yarn_rope():
-    cfg = model.Config.from_gguf(model.GGUF(golden("qwen3-yarn")))
+    cfg = model.Config.from_gguf(gguf_file.GGUF(golden("qwen3-yarn")))
     assert cfg.rope_magnitude == pytest.approx(0.1 * math.log(4) + 1, rel=1e-14)
     np.testing.assert_allclose(cfg.rope_sets[0], list(yarn_angles(1e6, 64, 4, 64)), rtol=1e-13)
     assert cfg.rope_sets[0][0] == 1 and cfg.rope_sets[0][-1] < plain_angle(1e6, 64, 31) / 3.9
@@ -334,7 +335,7 @@ def test_yarn_rope_with_all_its_keys(tmp_path):
     keys |= {"llama.attention.key_length": 64, "llama.attention.value_length": 64}
     divisors = np.linspace(1, 3, 32, dtype=np.float32)
     path = tiny(tmp_path, keys, {"rope_freqs.weight": divisors})
-    cfg = model.Config.from_gguf(model.GGUF(path))
+    cfg = model.Config.from_gguf(gguf_file.GGUF(path))
     expected = np.array(list(yarn_angles(1e4, 64, 8, 4096, fast=16, slow=2))) / divisors
     np.testing.assert_allclose(cfg.rope_sets[0], expected, rtol=1e-13)
     assert cfg.rope_magnitude == pytest.approx(0.75 * (0.1 * math.log(8) + 1), rel=1e-14)
@@ -344,7 +345,7 @@ def test_longrope():
     file = gguf.GGUFReader(golden("phi3-longrope"))
     table = {tensor.name: tensor.data for tensor in file.tensors}
     plain = np.array([plain_angle(1e4, 64, pair) for pair in range(32)])
-    cfg = model.Config.from_gguf(model.GGUF(golden("phi3-longrope")))
+    cfg = model.Config.from_gguf(gguf_file.GGUF(golden("phi3-longrope")))
     for found, name in zip(cfg.rope_sets, ("short", "long"), strict=True):
         expected = plain / table[f"rope_factors_{name}.weight"].astype(np.float64)
         np.testing.assert_allclose(found, expected, rtol=1e-14)
@@ -355,7 +356,7 @@ def test_longrope():
 
 def test_padded_token_table(tmp_path):
     path = tiny(tmp_path, changed_tensors={"token_embd.weight": np.ones((9, 16), np.float32)})
-    cfg = model.Config.from_gguf(model.GGUF(path))
+    cfg = model.Config.from_gguf(gguf_file.GGUF(path))
     assert (cfg.n_vocab, cfg.n_tokens) == (9, 6)
 
 
@@ -364,7 +365,7 @@ def test_padded_token_table(tmp_path):
 
 @pytest.mark.parametrize("family", SUPPORTED)
 def test_every_tensor_is_bound_once(family):
-    file, ops, seen = model.GGUF(golden(family)), Recorder(), []
+    file, ops, seen = gguf_file.GGUF(golden(family)), Recorder(), []
     cfg, weights = model.load(file, ops, lambda done, total: seen.append((done, total)))
     bound = Counter()
     for tensors, _ in ops.matrices:
@@ -395,7 +396,7 @@ def test_every_tensor_is_bound_once(family):
 
 
 def test_bias_follows_the_rows():
-    file = model.GGUF(golden("qwen25"))
+    file = gguf_file.GGUF(golden("qwen25"))
     _, weights = model.load(file, Recorder())
     raw = {tensor.name: tensor.data for tensor in gguf.GGUFReader(golden("qwen25")).tensors}
     for i, layer in enumerate(weights.layers):
@@ -407,12 +408,12 @@ def test_bias_follows_the_rows():
 
 def test_fused_and_split_forms_are_the_same_rows(tmp_path):
     metadata, tensors = c.tiny_model()
-    separate = model.load(model.GGUF(write(tmp_path / "a.gguf", metadata, tensors)), Recorder())[1]
+    separate = model.load(gguf_file.GGUF(write(tmp_path / "a.gguf", metadata, tensors)), Recorder())[1]
     stack = lambda names: np.concatenate([tensors.pop(f"blk.0.{name}.weight") for name in names])
     tensors["blk.0.attn_qkv.weight"] = stack(["attn_q", "attn_k", "attn_v"])
     tensors["blk.0.ffn_up.weight"] = stack(["ffn_gate", "ffn_up"])
     tensors["blk.0.attn_qkv.bias"] = np.arange(64, dtype=np.float32)
-    fused = model.load(model.GGUF(write(tmp_path / "b.gguf", metadata, tensors)), Recorder())[1]
+    fused = model.load(gguf_file.GGUF(write(tmp_path / "b.gguf", metadata, tensors)), Recorder())[1]
     for part, name in (("mixer", "qkv"), ("ffn", "gate_up")):
         rows = [b"".join(tensor.data.tobytes() for tensor in
                          getattr(getattr(weights.layers[0], part), name)[0])
@@ -438,7 +439,7 @@ def answers_of(path, ids=(0, 1, 2, 3, 4, 1, 5, 2, 0)):
 
 def test_old_files_of_latent_attention(tmp_path):
     """One attn_kv_b instead of k_b and v_b, true head sizes instead of stored ones: equal bits."""
-    file = model.GGUF(golden("deepseek2-lite"))
+    file = gguf_file.GGUF(golden("deepseek2-lite"))
     metadata, tensors = c.contents(file)
     metadata |= {"deepseek2.attention.key_length": 192, "deepseek2.attention.value_length": 128,
                  "deepseek2.attention.head_count_kv": 4}
@@ -458,7 +459,7 @@ def test_old_files_of_latent_attention(tmp_path):
 
 def test_rows_of_beta_and_alpha():
     """A file may hold for each k head its rows of beta, then of alpha."""
-    file = model.GGUF(golden("qwen3next"))
+    file = gguf_file.GGUF(golden("qwen3next"))
     inputs = model.load(file, Recorder())[1].layers[0].mixer.inputs[0]
     rows = file.tensors["blk.0.ssm_ba.weight"].data.reshape(8, -1)
     assert np.array_equal(inputs[-1].data.reshape(8, -1), rows[[0, 1, 4, 5, 2, 3, 6, 7]])
@@ -478,13 +479,13 @@ def test_announced_draft_head_that_is_not_there(tmp_path):
     whole = write(tmp_path / "a.gguf", metadata, tensors)
     without = {name: tensor for name, tensor in tensors.items() if "blk.2." not in name}
     path = write(tmp_path / "b.gguf", metadata, without)
-    assert model.Config.from_gguf(model.GGUF(path)).n_mtp == 0
+    assert model.Config.from_gguf(gguf_file.GGUF(path)).n_mtp == 0
     np.testing.assert_array_equal(answers_of(path), answers_of(whole))
     with pytest.raises(RequestError, match="a draft needs a model with an MTP block"):
         drafts_of(path)
     del tensors["blk.2.nextn.hnorm.weight"]
     with pytest.raises(ModelError, match="'blk.2.nextn.hnorm.weight' .* is missing"):
-        model.load(model.GGUF(write(tmp_path / "c.gguf", metadata, tensors)), Recorder())
+        model.load(gguf_file.GGUF(write(tmp_path / "c.gguf", metadata, tensors)), Recorder())
 
 
 def test_draft_head_with_a_table_of_its_own(tmp_path):
@@ -505,7 +506,7 @@ def test_drafts_do_not_depend_on_chunks(tmp_path):
 
 def test_unneeded_tensors_pass(tmp_path):
     tables = {"blk.0.attn_rot_embd.weight": np.ones(4, np.float32)}
-    model.load(model.GGUF(tiny(tmp_path, changed_tensors=tables)), Recorder())
+    model.load(gguf_file.GGUF(tiny(tmp_path, changed_tensors=tables)), Recorder())
 
 
 # ---- families die at the loader ------------------------------------------------------------------

@@ -292,7 +292,8 @@ def test_killed_while_hibernating(family, tmp_path):
     for _ in range(50 if LONG else 4):
         child = subprocess.Popen(
             [sys.executable, "-c", CHILD, str(tests.parent), str(tests), str(tmp_path),
-             ",".join(map(str, ids)), family], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+             ",".join(map(str, ids)), family],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert child.stdout.readline() == "ready\n"
         child.stdin.write("\n")
         child.stdin.flush()
@@ -458,7 +459,7 @@ def test_snapshots_lie_at_the_ends_of_messages(backend):
         longer = head + random_ids(20)
         assert turn(e, longer).cached_tokens == len(head)
         assert turn(e, longer).tokens == alone(e, longer)
-        other = ids[:90] + control_prompt(e, [30, 5])  # another question after the same system prompt
+        other = ids[:90] + control_prompt(e, [30, 5])  # another question
         forked = turn(e, other)
         assert forked.cached_tokens == 90 and forked.tokens == alone(e, other)
         inside = ids[:120] + random_ids(10)

@@ -1,0 +1,322 @@
+"""A bounds-checked view of a GGUF file, or of all parts of a split one: metadata and tensors.
+
+What the file says is never trusted: a number is used only after it was checked against the size of
+the file, and whatever is wrong with a file ends in a ModelError of one line.
+"""
+import functools
+import math
+import mmap
+import os
+import re
+import reprlib
+import struct
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize
+
+from errors import ModelError
+
+MAX_HEADER = 32 << 20  # bytes; the largest vocabularies of today need 16 MB
+MAX_ENTRIES = 1 << 16  # metadata keys, tensors: real files have at most a few thousand
+MAX_NAME = 128  # bytes of a key or a tensor name
+MAX_SIZE = 1 << 20  # of a width, a head count, a number of layers
+MAX_POSITION = (1 << 31) - 1  # positions are int32
+ALIGNMENTS = [1 << bits for bits in range(3, 17)]  # 8 bytes to 64 KiB
+
+# Value types of the format: a number or an array of numbers is read with its NumPy type.
+NUMBERS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "u1",
+           10: "<u8", 11: "<i8", 12: "<f8"}
+BOOL, STRING, ARRAY = 7, 8, 9
+
+SPLIT_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
+REQUIRED = object()  # default of a key that must be there
+
+
+@dataclass(frozen=True, eq=False)
+class Tensor:
+    """One tensor as it lies in the file."""
+    name: str
+    type: GGMLQuantizationType
+    shape: tuple  # NumPy order: (rows, cols), the last axis is contiguous
+    data: np.ndarray  # uint8 [bytes], a read-only view of the mapped file
+
+    def parts(self):
+        """The matrices (rows, cols) of a tensor (n, rows, cols), or the tensor itself."""
+        if len(self.shape) < 3:
+            return [self]
+        return [replace(self, name=f"{self.name}[{i}]", shape=self.shape[1:], data=data)
+                for i, data in enumerate(self.data.reshape(self.shape[0], -1))]
+
+
+class Strings(Sequence):
+    """An array of strings that stays in the mapped file; items are bytes, any bytes.
+
+    `list(strings)` copies the whole block once and is the fast way to read them all.
+    """
+
+    def __init__(self, buffer, start, ends):
+        self.buffer, self.start, self.ends = buffer, start, ends
+
+    def __len__(self):
+        return len(self.ends)
+
+    def __getitem__(self, index):
+        index = range(len(self))[index]
+        start = self.ends[index - 1] if index else self.start
+        return self.buffer[start + 8:self.ends[index]]  # 8 bytes of length lie before each string
+
+    def __iter__(self):
+        block = self.buffer[self.start:self.ends[-1]] if self.ends else b""
+        start = 0
+        for end in self.ends:
+            yield block[start + 8:end - self.start]
+            start = end - self.start
+
+
+class Header:
+    """Reads the header of one file in order; every read is checked against what is left of it."""
+
+    def __init__(self, path, buffer):
+        self.path, self.buffer, self.position = path, buffer, 0
+        self.limit = min(len(buffer), MAX_HEADER)
+
+    def fail(self, message):
+        raise ModelError(f"{self.path}: {message}")
+
+    def take(self, n_bytes, what):
+        """The offset of the next `n_bytes`, which are passed over."""
+        start = self.position
+        if n_bytes > self.limit - start:
+            self.fail(f"{what} goes on past byte {self.limit}, where the file or the longest "
+                      "header ends; fetch the model again")
+        self.position = start + n_bytes
+        return start
+
+    def numbers(self, kind, count, what):
+        """A read-only array of `count` numbers of NumPy type `kind`, a view of the file."""
+        start = self.take(np.dtype(kind).itemsize * count, what)
+        return np.frombuffer(self.buffer, kind, count, start)
+
+    def number(self, kind, what):
+        return self.numbers(kind, 1, what)[0].item()
+
+    def count(self, what):
+        """A number of entries that follow."""
+        n = self.number("<u8", what)
+        if n > MAX_ENTRIES:
+            self.fail(f"{what} is {n}, but no model has more than {MAX_ENTRIES}; fetch it again")
+        return n
+
+    def string(self, what):
+        start = self.take(self.number("<u8", f"the length of {what}"), what)
+        return self.buffer[start:self.position]
+
+    def name(self, what):
+        text = self.string(what).decode(errors="replace")
+        if len(text) > MAX_NAME or not text.isprintable() or "\ufffd" in text:
+            self.fail(f"{what} must be at most {MAX_NAME} printable characters of UTF-8, "
+                      f"not {text[:40]!r}")
+        return text
+
+    def value(self, key):
+        """A metadata value: int, float, bool, str, Strings, or a read-only array of numbers."""
+        kind = self.number("<u4", f"the type of {key!r}")
+        if kind == ARRAY:
+            kind = self.number("<u4", f"the item type of {key!r}")
+            count = self.number("<u8", f"the length of {key!r}")
+            if kind == STRING:
+                return self.strings(count, key)
+            return self.typed_numbers(kind, count, key)
+        if kind == STRING:
+            return self.string(repr(key)).decode(errors="replace")
+        return self.typed_numbers(kind, 1, key)[0].item()
+
+    def typed_numbers(self, kind, count, key):
+        if kind not in NUMBERS:
+            self.fail(f"{key!r} has the unknown value type {kind}")
+        values = self.numbers(NUMBERS[kind], count, repr(key))
+        return values != 0 if kind == BOOL else values
+
+    def strings(self, count, key):
+        """Walk over `count` strings. The loop is tight: vocabularies have 250,000 entries."""
+        start, position, ends = self.position, self.position, array("Q")
+        if count > (self.limit - start) // 8:
+            self.fail(f"{key!r} has {count} strings, which go on past the end of the file")
+        length_at, add = struct.Struct("<Q").unpack_from, ends.append
+        try:
+            for _ in range(count):
+                position += 8 + length_at(self.buffer, position)[0]
+                add(position)
+        except (struct.error, OverflowError):  # an offset past the end, or past 2^63
+            position = len(self.buffer) + 1
+        self.take(position - start, f"a string of {key!r}")
+        return Strings(self.buffer, start, ends)
+
+    def tensor_entry(self):
+        """(name, type, shape, offset, bytes) of one tensor."""
+        name = self.name("the name of a tensor")
+        n_dims = self.number("<u4", f"the rank of tensor {name!r}")
+        if not 1 <= n_dims <= 4:
+            self.fail(f"tensor {name!r} has {n_dims} dimensions; 1 to 4 are allowed")
+        shape = tuple(self.numbers("<u8", n_dims, f"the shape of tensor {name!r}").tolist()[::-1])
+        kind = self.number("<u4", f"the type of tensor {name!r}")
+        offset = self.number("<u8", f"the offset of tensor {name!r}")
+        try:
+            kind = GGMLQuantizationType(kind)
+            block, block_bytes = GGML_QUANT_SIZES[kind]
+        except (ValueError, KeyError):
+            self.fail(f"tensor {name!r} has the unknown type {kind}; update the gguf package")
+        elements = math.prod(shape)
+        if not 0 < elements <= len(self.buffer) * block:  # then no later product can be large
+            self.fail(f"tensor {name!r} of shape {shape} cannot lie in {len(self.buffer)} bytes")
+        if shape[-1] % block:
+            self.fail(f"tensor {name!r} has rows of {shape[-1]} values; "
+                      f"{kind.name} needs a multiple of {block}")
+        return name, kind, shape, offset, elements // block * block_bytes
+
+
+def map_file(path):
+    """The file as read-only memory. Opening a pipe would block, so only a plain file will do."""
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise ModelError(f"{path} is not a plain file; give the path of a GGUF file")
+    try:
+        with open(path, "rb") as file:
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except (OSError, ValueError) as error:  # ValueError: it is empty, or the path cannot be one
+        reason = getattr(error, "strerror", error)
+        raise ModelError(f"cannot open {str(path)!r}: {reason}; check the path") from error
+
+
+def read_file(path):
+    """(metadata, tensors) of one GGUF file, both dicts by name. Reads the header only."""
+    buffer = map_file(path)
+    header = Header(path, buffer)
+    if buffer[:4] != b"GGUF":
+        header.fail("this is not a GGUF file: it does not begin with the letters GGUF")
+    header.take(4, "the magic")
+    version = header.number("<u4", "the version")
+    if version not in (2, 3):
+        header.fail(f"GGUF version {version}: only 2 and 3 are supported; convert the model again")
+    n_tensors, n_keys = header.count("the number of tensors"), header.count("the number of keys")
+
+    metadata = {}
+    for _ in range(n_keys):
+        key = header.name("a metadata key")
+        if key in metadata:
+            header.fail(f"the key {key!r} is there twice")
+        metadata[key] = header.value(key)
+    alignment = metadata.get("general.alignment", 32)
+    if not isinstance(alignment, int) or alignment not in ALIGNMENTS:
+        header.fail(f"general.alignment is {reprlib.repr(alignment)}; "
+                    "it must be a power of two from 8 to 65536")
+
+    entries = [header.tensor_entry() for _ in range(n_tensors)]
+    start_of_data = -(-header.position // alignment) * alignment
+    everything, tensors = np.frombuffer(buffer, np.uint8), {}
+    for name, kind, shape, offset, n_bytes in entries:
+        start = start_of_data + offset
+        if name in tensors:
+            header.fail(f"tensor {name!r} is there twice")
+        if offset % alignment:
+            header.fail(f"tensor {name!r} lies at {offset}, not at a multiple of {alignment}")
+        if start + n_bytes > len(buffer):
+            header.fail(f"tensor {name!r} ends at byte {start + n_bytes}, but the file has "
+                        f"{len(buffer)}; fetch the model again")
+        tensors[name] = Tensor(name, kind, shape, everything[start:start + n_bytes])
+    return metadata, tensors
+
+
+class GGUF:
+    """A model file, or all parts of a split one whichever is named. Reads headers only.
+
+    `metadata` and `tensors` are dicts by name; arrays of the metadata are lazy (see Header.value).
+    """
+
+    def __init__(self, path):
+        self.path = Path(path)
+        self.paths = [self.path]
+        self.metadata, self.tensors = read_file(self.path)
+        if self.value("split.count", int, 0) > 1:
+            self.join_parts()
+
+    def join_parts(self):
+        """Replace what one part said by the metadata of the first part and the tensors of all."""
+        name, count = SPLIT_NAME.fullmatch(self.path.name), self.metadata["split.count"]
+        if not name or int(name[3]) != count:
+            self.fail(f"a part of {count} must be named NAME-00001-of-{count:05}.gguf and so on")
+        self.paths = [self.path.with_name(f"{name[1]}-{i:05}-of-{count:05}.gguf")
+                      for i in range(1, count + 1)]
+        self.tensors = {}
+        for number, path in reversed(list(enumerate(self.paths))):  # the first part comes last
+            self.metadata, tensors = read_file(path)
+            for key, expected in (("split.count", count), ("split.no", number)):
+                if self.value(key, int) != expected:
+                    self.fail(f"{key} of {path.name} must be {expected}, not {self.metadata[key]}")
+            twice = tensors.keys() & self.tensors.keys()
+            if twice:
+                self.fail(f"tensor {min(twice)!r} is in two parts")
+            self.tensors = tensors | self.tensors
+
+    def fail(self, message):
+        raise ModelError(f"{self.path}: {message}")
+
+    def value(self, key, kind, default=REQUIRED):
+        """The metadata value of `key`, which must be a `kind`: int, float, bool, str or Strings."""
+        found = self.metadata.get(key, default)
+        if found is REQUIRED:
+            self.fail(f"the key {key!r} is missing; expected a value of type {kind.__name__}")
+        if kind is float and type(found) is int:
+            return float(found)
+        if found is not default and type(found) is not kind:
+            self.fail(f"the key {key!r} must be of type {kind.__name__}, not {reprlib.repr(found)}")
+        return found
+
+    def size(self, key, default=REQUIRED, most=MAX_SIZE, least=1):
+        """An int of the metadata in least..most."""
+        found = self.value(key, int, default)
+        if not least <= found <= most:
+            self.fail(f"the key {key!r} must lie in {least}..{most}, not {found}")
+        return found
+
+    def real(self, key, default=REQUIRED, most=1e30):
+        """A positive float of the metadata, far enough from 0 and infinity to compute with."""
+        found = self.value(key, float, default)
+        if not 1e-30 < found < most:
+            self.fail(f"the key {key!r} must lie in 1e-30..{most:g}, not {found}")
+        return found
+
+    def tensor(self, name, shape):
+        """The Tensor `name`, which must have this shape."""
+        tensor = self.tensors.get(name)
+        if tensor is None:
+            self.fail(f"tensor {name!r} of shape {shape} is missing")
+        if (1, *tensor.shape) == shape:  # some files store a matrix of one row as a vector
+            tensor = replace(tensor, shape=shape)
+        if tensor.shape != shape:
+            self.fail(f"tensor {name!r} must have shape {shape}, not {tensor.shape}")
+        return tensor
+
+    def vector(self, name, *shape):
+        """The values of an F32 tensor, which must be finite: float32 of this shape."""
+        tensor = self.tensor(name, shape)
+        if tensor.type != GGMLQuantizationType.F32:
+            self.fail(f"tensor {name!r} must be of type F32, not {tensor.type.name}")
+        values = tensor.data.view("<f4")
+        if not np.isfinite(values).all():
+            self.fail(f"tensor {name!r} holds values that are not finite; fetch the model again")
+        return values.reshape(shape)
+
+
+@functools.cache
+def can_dequantise(kind):
+    """Whether the gguf package expands weights of this GGML type."""
+    try:
+        dequantize(np.zeros(GGML_QUANT_SIZES[kind][1], np.uint8), kind)
+        return True
+    except NotImplementedError:
+        return False

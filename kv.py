@@ -52,19 +52,18 @@ class Batch:
         return cls(*arrays, page_table, np.array(tiles, np.int32).reshape(-1, 4),
                    np.array(whole, np.int32).reshape(-1, 6), np.array(logit_rows, np.int32))
 
-    def padded_to(self, rows):
-        """The same batch with padding rows up to `rows`, each wanting logits that nobody reads.
-
-        Only for decode batches, in which every row is a tile of its own and wants logits.
+    def padded_to(self, rows, tiles, spans):
+        """The same batch with padding up to so many rows, each wanting logits that nobody reads,
+        and with tiles and spans of no rows. Only for decode batches: every row wants its logits.
         """
-        more = rows - len(self.tokens)
-        extend = lambda array, value: np.concatenate([array, np.full(more, value, np.int32)])
-        spans = np.array([(row, 1, -1, 0, 0, 0) for row in range(len(self.tokens), rows)],
-                         np.int32).reshape(-1, 6)
-        return Batch(extend(self.tokens, -2), extend(self.positions, 0), extend(self.slots, -1),
-                     extend(self.rope_sets, 0), self.page_table,
-                     np.concatenate([self.tiles, spans[:, :4]]),
-                     np.concatenate([self.spans, spans]), np.arange(rows, dtype=np.int32))
+        def extend(array, count, value):
+            more = np.full((count - len(array), *array.shape[1:]), value, np.int32)
+            return np.concatenate([array, more])
+        no_rows = 0, 0, -1, 0, 0, 0
+        return Batch(extend(self.tokens, rows, -2), extend(self.positions, rows, 0),
+                     extend(self.slots, rows, -1), extend(self.rope_sets, rows, 0),
+                     self.page_table, extend(self.tiles, tiles, no_rows[:4]),
+                     extend(self.spans, spans, no_rows), np.arange(rows, dtype=np.int32))
 
 
 class PagePool:

@@ -641,9 +641,9 @@ class Device:
                     (h, weight, rows, x.data, x.scale, cols, x.data.shape[1], float(eps)))
         return x
 
-    def linear(self, x, w):
-        """y [rows, w.rows] f32 = x W^T (+ bias)."""
-        y = self.buffer("linear", (x.rows, w.rows), np.float32)
+    def linear(self, x, w, out=None):
+        """y [rows, w.rows] f32 = x W^T (+ bias), in the Buffer `out` if there is one."""
+        y = out or self.buffer("linear", (x.rows, w.rows), np.float32)
         self.multiply(x, w, y, add=False)
         return y
 

@@ -17,8 +17,9 @@ import reprlib
 import struct
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
@@ -51,6 +52,13 @@ class Tensor:
     type: GGMLQuantizationType
     shape: tuple  # NumPy order: (rows, cols), the last axis is contiguous
     data: np.ndarray  # uint8 [bytes], a read-only view of the mapped file
+
+    def parts(self):
+        """The matrices (rows, cols) of a tensor (n, rows, cols), or the tensor itself."""
+        if len(self.shape) < 3:
+            return [self]
+        return [replace(self, name=f"{self.name}[{i}]", shape=self.shape[1:], data=data)
+                for i, data in enumerate(self.data.reshape(self.shape[0], -1))]
 
 
 class Strings(Sequence):
@@ -276,11 +284,11 @@ class GGUF:
             self.fail(f"the key {key!r} must be of type {kind.__name__}, not {reprlib.repr(found)}")
         return found
 
-    def size(self, key, default=REQUIRED, most=MAX_SIZE):
-        """An int of the metadata in 1..most."""
+    def size(self, key, default=REQUIRED, most=MAX_SIZE, least=1):
+        """An int of the metadata in least..most."""
         found = self.value(key, int, default)
-        if not 1 <= found <= most:
-            self.fail(f"the key {key!r} must lie in 1..{most}, not {found}")
+        if not least <= found <= most:
+            self.fail(f"the key {key!r} must lie in {least}..{most}, not {found}")
         return found
 
     def real(self, key, default=REQUIRED, most=1e30):
@@ -295,19 +303,21 @@ class GGUF:
         tensor = self.tensors.get(name)
         if tensor is None:
             self.fail(f"tensor {name!r} of shape {shape} is missing")
+        if (1, *tensor.shape) == shape:  # some files store a matrix of one row as a vector
+            tensor = replace(tensor, shape=shape)
         if tensor.shape != shape:
             self.fail(f"tensor {name!r} must have shape {shape}, not {tensor.shape}")
         return tensor
 
-    def vector(self, name, length):
-        """The values of a one-dimensional F32 tensor, which must be finite: float32 [length]."""
-        tensor = self.tensor(name, (length,))
+    def vector(self, name, *shape):
+        """The values of an F32 tensor, which must be finite: float32 of this shape."""
+        tensor = self.tensor(name, shape)
         if tensor.type != GGMLQuantizationType.F32:
             self.fail(f"tensor {name!r} must be of type F32, not {tensor.type.name}")
         values = tensor.data.view("<f4")
         if not np.isfinite(values).all():
             self.fail(f"tensor {name!r} holds values that are not finite; fetch the model again")
-        return values
+        return values.reshape(shape)
 
 
 @functools.cache
@@ -322,23 +332,33 @@ def can_dequantise(kind):
 
 # ---- Config: the numbers of a model --------------------------------------------------------------
 
-# Architectures that run -> they rotate the pairs (j, j + n/2) of a head; otherwise (2j, 2j + 1).
+class Family(NamedTuple):
+    """What the files of an architecture leave to their reader."""
+    neox: bool = True  # rotated pairs are (j, j + n / 2) of a head; otherwise (2j, 2j + 1)
+    router_norm: bool = True  # weights of a token's experts add up to 1, where no key says so
+    latent: bool = False  # attention over a latent space (MLA)
+    hybrid: bool = False  # gated delta nets between layers of gated attention
+    delta_grouped: bool = False  # see Config
+
+
 FAMILIES = {
-    "llama": False,  # Llama 3 and Mistral
-    "qwen2": True,
-    "qwen3": True,
-    "phi3": True,
+    "llama": Family(neox=False),  # Llama 3, Mistral, Mixtral
+    "qwen2": Family(),
+    "qwen3": Family(),
+    "qwen3moe": Family(),
+    "phi3": Family(),
+    "deepseek2": Family(neox=False, router_norm=False, latent=True),
+    "qwen35": Family(hybrid=True),
+    "qwen35moe": Family(hybrid=True),
+    "qwen3next": Family(hybrid=True, delta_grouped=True),
 }
 
 
 def unsupported(gguf):
     """One line that says why this model cannot run, or None."""
     family = gguf.value("general.architecture", str)
-    if family in FAMILIES and gguf.value(f"{family}.expert_count", int, 0) == 0:
-        return None
-    family = family if family not in FAMILIES else family + " with experts"
-    return (f"family {family[:40]!r} is not supported yet; "
-            f"supported: {', '.join(FAMILIES)} without experts")
+    if family not in FAMILIES:
+        return (f"family {family[:40]!r} is not supported yet; supported: {', '.join(FAMILIES)}")
 
 
 @dataclass(frozen=True)
@@ -347,21 +367,48 @@ class Config:
     name: str  # as the file calls itself
     n_layers: int
     n_embd: int  # width of the residual stream
-    n_ff: int  # width inside the feed-forward network
+    n_ff: int  # width inside a dense feed-forward network
     n_vocab: int  # rows of the token table, columns of the logits
     n_tokens: int  # ids that the tokenizer knows; rows from here to n_vocab are padding
     n_ctx: int  # most positions the model was made for
+    n_mtp: int  # 1 if there is a draft head (MTP): one more layer of attention; else 0
+    rms_eps: float  # added to the mean square in RMSNorm
+    # attention
     n_heads: int  # query heads
     n_kv_heads: int  # heads of K and of V; each serves n_heads / n_kv_heads query heads
-    head_dim: int  # values of one head of Q, K and V
-    rms_eps: float  # added to the mean square in RMSNorm
+    head_dim: int  # values of one head of K as it is stored, and of Q
+    value_dim: int  # values of one head of V: head_dim, or if `latent` the first ones of its K
+    latent: bool  # V lies in K: one head of value_dim values and the rope_dim rotated ones a token
+    key_dim: int  # values of a query head before it goes to the latent space; else head_dim
+    out_dim: int  # values of a head after it came back from there; else head_dim
+    q_rank: int  # latent: width between the two products that give Q; 0: there is one product
+    q_gated: bool  # rows of Q hold for each head head_dim values of q, then a gate for each
     qk_norm: bool  # each head of Q and K is normalised before it is rotated
     attn_scale: float  # multiplies the scores
-    rope_dim: int  # how many first values of a head are rotated
+    rope_dim: int  # how many first (latent: last) values of a head are rotated
     rope_neox: bool  # rotated pairs are (j, j + rope_dim / 2); otherwise (2j, 2j + 1)
     rope_sets: tuple  # one or two tuples of rope_dim / 2 angles per position, in radians
     rope_long_from: int  # sequences longer than this take the second set; 0: there is one set
     rope_magnitude: float  # multiplies cosine and sine
+    # mixtures of experts; zeros in a dense model
+    n_dense_layers: int = 0  # first layers without experts
+    n_experts: int = 0
+    n_experts_used: int = 0  # by each token
+    n_ff_experts: int = 0  # width inside an expert
+    n_ff_shared: int = 0  # width inside the expert that all tokens use; 0: there is none
+    shared_gated: bool = False  # its result is multiplied by sigmoid(one more router logit)
+    router_sigmoid: bool = False  # probabilities are sigmoid(logit); otherwise softmax(logits)
+    router_norm: bool = False  # the weights of a token's experts are divided by their sum,
+    router_scale: float = 1.0  # then multiplied by this
+    router_groups: int = 1  # equal groups of experts, of which a token uses
+    router_groups_used: int = 1  # its best ones
+    # gated delta nets; zeros in a model without them
+    recurrent: tuple = ()  # for each layer: whether it is one; empty: none is
+    conv_width: int = 0  # tokens under the convolution
+    delta_dim: int = 0  # values of a head of q, k and v
+    delta_k_heads: int = 0  # heads of q and k
+    delta_v_heads: int = 0  # heads of v, and of the state
+    delta_grouped: bool = False  # v head j uses k head j // (v heads / k heads); else j % k heads
 
     @classmethod
     def from_gguf(cls, gguf):
@@ -370,44 +417,155 @@ class Config:
         if problem:
             gguf.fail(problem)
         family = gguf.value("general.architecture", str)
-        n_embd = gguf.size(f"{family}.embedding_length")
-        n_heads = gguf.size(f"{family}.attention.head_count")
-        n_kv_heads = gguf.size(f"{family}.attention.head_count_kv", n_heads)
-        if n_heads % n_kv_heads:
-            gguf.fail(f"{n_heads} query heads cannot be shared out over {n_kv_heads} KV heads")
-        head_dim = gguf.size(f"{family}.attention.key_length", n_embd // n_heads)
-        if gguf.size(f"{family}.attention.value_length", n_embd // n_heads) != head_dim:
-            gguf.fail("heads of K and V with different sizes are not supported")
-        rms_eps = gguf.real(f"{family}.attention.layer_norm_rms_epsilon", most=1)
-        n_ctx = gguf.size(f"{family}.context_length", most=MAX_POSITION)
-        rope_dim = gguf.size(f"{family}.rope.dimension_count", head_dim)
-        if rope_dim > head_dim or rope_dim % 2:
-            gguf.fail(f"cannot rotate {rope_dim} of the {head_dim} values of a head")
-        rope_sets, rope_long_from, rope_magnitude = read_rope(gguf, family, rope_dim, n_ctx)
+        key, kind = f"{family}.", FAMILIES[family]
+        for found in gguf.metadata:
+            if found.startswith(tuple(key + group for group in STRICT)) and (
+                    found.removeprefix(key) not in UNDERSTOOD):
+                gguf.fail(f"the key {found!r} is not understood; the model would answer wrongly")
+        n_mtp = gguf.size(key + "nextn_predict_layers", 0, most=1, least=0)
+        n_layers = gguf.size(key + "block_count", least=1 + n_mtp) - n_mtp
+        n_embd = gguf.size(key + "embedding_length")
+        n_ctx = gguf.size(key + "context_length", most=MAX_POSITION)
+        heads = read_heads(gguf, key, kind.latent, n_embd)
+        rope_sets, rope_long_from, rope_magnitude, sharpness = read_rope(
+            gguf, key, heads["rope_dim"], n_ctx, kind.latent)
         n_vocab, n_tokens = read_vocabulary(gguf, n_embd)
+        experts = read_experts(gguf, key, kind.router_norm, n_layers)
+        delta = read_delta(gguf, key, n_layers, n_mtp) if kind.hybrid else {}
+        # Some mixtures have no dense layer and no key for its width.
+        n_ff = gguf.size(key + "feed_forward_length",
+                         experts["n_ff_experts"] if experts else REQUIRED)
         return cls(
             name=gguf.value("general.name", str, gguf.path.stem),
-            n_layers=gguf.size(f"{family}.block_count"),
-            n_ff=gguf.size(f"{family}.feed_forward_length"),
-            rope_neox=FAMILIES[family],
-            qk_norm="blk.0.attn_q_norm.weight" in gguf.tensors,
-            attn_scale=1 / math.sqrt(head_dim),
-            n_embd=n_embd, n_vocab=n_vocab, n_tokens=n_tokens, n_ctx=n_ctx,
-            n_heads=n_heads, n_kv_heads=n_kv_heads, head_dim=head_dim, rms_eps=rms_eps,
-            rope_dim=rope_dim, rope_sets=rope_sets, rope_long_from=rope_long_from,
-            rope_magnitude=rope_magnitude,
-        )
+            rms_eps=gguf.real(key + "attention.layer_norm_rms_epsilon", most=1),
+            # A file may announce the draft head and come without it.
+            n_mtp=int(n_mtp and f"blk.{n_layers}.nextn.eh_proj.weight" in gguf.tensors),
+            qk_norm=any(name.endswith(".attn_q_norm.weight") for name in gguf.tensors),
+            attn_scale=sharpness / math.sqrt(heads["key_dim"]),
+            rope_neox=kind.neox, q_gated=kind.hybrid, delta_grouped=kind.delta_grouped,
+            n_layers=n_layers, n_embd=n_embd, n_ff=n_ff, n_vocab=n_vocab, n_tokens=n_tokens,
+            n_ctx=n_ctx, rope_sets=rope_sets, rope_long_from=rope_long_from,
+            rope_magnitude=rope_magnitude, **heads, **experts, **delta)
+
+    @property
+    def n_state_layers(self):
+        """Layers that keep a state for each sequence."""
+        return sum(self.recurrent)
+
+    @property
+    def n_kv_layers(self):
+        """Layers that keep K and V of each token, that of the draft head included."""
+        return self.n_layers + self.n_mtp - self.n_state_layers
+
+    @property
+    def delta_channels(self):
+        """Values of q, k and v of a gated delta net."""
+        return (2 * self.delta_k_heads + self.delta_v_heads) * self.delta_dim
 
     def kv_bytes_per_token(self, kv_format):
         """Bytes that one position takes in the KV cache of all layers."""
         per_value = {"f32": 4, "f16": 2, "q8": 1 + 2 / 32}[kv_format]  # q8: an f16 scale per 32
-        return int(2 * self.n_layers * self.n_kv_heads * self.head_dim * per_value)
+        values = self.n_kv_heads * (self.head_dim + (not self.latent) * self.value_dim)
+        return int(self.n_kv_layers * values * per_value)
+
+    def state_bytes(self, pending):
+        """Bytes of one sequence's state in all layers, with room for `pending` pending tokens."""
+        heads, dim = self.delta_v_heads, self.delta_dim
+        record = 2 * self.delta_channels + 2 * heads - self.delta_k_heads * dim
+        ring = max(2 * pending, pending + self.conv_width - 1)
+        return 4 * self.n_state_layers * (heads * dim * dim + ring * record)
 
 
-# Metadata below FAMILY.rope. that is read here; only the last changes nothing.
-ROPE_KEYS = {"dimension_count", "freq_base", "scaling.type", "scaling.factor",
-             "scaling.original_context_length", "scaling.attn_factor", "scaling.yarn_beta_fast",
-             "scaling.yarn_beta_slow", "scaling.finetuned"}
+# Metadata of these groups changes what a model computes: each key must be one that is read here.
+# Only those of the last line change nothing: all parts of a position are equal in plain text.
+STRICT = "rope.", "expert_", "ssm.", "attention.temperature"
+UNDERSTOOD = {
+    "rope.dimension_count", "rope.freq_base", "rope.scaling.type", "rope.scaling.factor",
+    "rope.scaling.original_context_length", "rope.scaling.attn_factor",
+    "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow",
+    "rope.scaling.yarn_log_multiplier", "expert_count", "expert_used_count",
+    "expert_feed_forward_length", "expert_shared_count", "expert_shared_feed_forward_length",
+    "expert_weights_scale", "expert_weights_norm", "expert_gating_func", "expert_group_count",
+    "expert_group_used_count", "ssm.conv_kernel", "ssm.state_size", "ssm.group_count",
+    "ssm.time_step_rank", "ssm.inner_size",
+    "rope.scaling.finetuned", "rope.dimension_sections",
+}
+
+
+def read_heads(gguf, key, latent, n_embd):
+    """The fields of Config that say how large the heads of attention are."""
+    n_heads = gguf.size(key + "attention.head_count")
+    n_kv_heads = gguf.size(key + "attention.head_count_kv", n_heads)
+    if n_heads % n_kv_heads:
+        gguf.fail(f"{n_heads} query heads cannot be shared out over {n_kv_heads} KV heads")
+    head_dim = gguf.size(key + "attention.key_length", n_embd // n_heads)
+    value_dim = gguf.size(key + "attention.value_length", n_embd // n_heads)
+    rope_dim = gguf.size(key + "rope.dimension_count", REQUIRED if latent else head_dim)
+    key_dim, out_dim, q_rank = head_dim, value_dim, 0
+    if latent:
+        rank = gguf.size(key + "attention.kv_lora_rank")
+        q_rank = gguf.size(key + "attention.q_lora_rank", 0, least=0)
+        stored = rank + rope_dim, rank
+        if key + "attention.key_length_mla" in gguf.metadata:  # old files lack it
+            if (head_dim, value_dim) != stored:
+                gguf.fail(f"latent heads of {head_dim} and {value_dim} values do not fit a rank "
+                          f"of {rank} and {rope_dim} rotated values")
+            key_dim = gguf.size(key + "attention.key_length_mla")
+            out_dim = gguf.size(key + "attention.value_length_mla")
+        head_dim, value_dim, n_kv_heads = *stored, 1
+    elif value_dim != head_dim:
+        gguf.fail("heads of K and V with different sizes are not supported")
+    if rope_dim > key_dim - latent or rope_dim % 2:
+        gguf.fail(f"cannot rotate {rope_dim} of the {key_dim} values of a head")
+    return dict(n_heads=n_heads, n_kv_heads=n_kv_heads, head_dim=head_dim, value_dim=value_dim,
+                key_dim=key_dim, out_dim=out_dim, rope_dim=rope_dim, q_rank=q_rank, latent=latent)
+
+
+def read_experts(gguf, key, norm, n_layers):
+    """The fields of Config about experts, none where there are none."""
+    if gguf.value(key + "expert_count", int, 0) == 0:
+        return {}
+    n_experts = gguf.size(key + "expert_count")
+    used = gguf.size(key + "expert_used_count", most=n_experts)
+    wide = key + "expert_feed_forward_length"
+    n_ff = gguf.size(wide if wide in gguf.metadata else key + "feed_forward_length")
+    shared = n_ff * gguf.size(key + "expert_shared_count", 0, least=0)
+    groups = gguf.size(key + "expert_group_count", 1, most=n_experts)
+    groups_used = gguf.size(key + "expert_group_used_count", groups, most=groups)
+    sigmoid = gguf.size(key + "expert_gating_func", 1, most=2) == 2
+    in_group = n_experts // groups
+    # A group of a sigmoid router is judged by its two best experts.
+    if n_experts % groups or used > groups_used * in_group or groups > 1 and in_group <= sigmoid:
+        gguf.fail(f"{n_experts} experts cannot be shared out over {groups} groups, of which "
+                  f"{groups_used} are used, for {used} experts a token")
+    scale = gguf.value(key + "expert_weights_scale", float, 0.0)
+    return dict(
+        n_experts=n_experts, n_experts_used=used, n_ff_experts=n_ff,
+        n_ff_shared=gguf.size(key + "expert_shared_feed_forward_length", shared, least=0),
+        shared_gated=any(name.endswith(".ffn_gate_inp_shexp.weight") for name in gguf.tensors),
+        n_dense_layers=gguf.size(key + "leading_dense_block_count", 0, n_layers, least=0),
+        router_sigmoid=sigmoid, router_groups=groups, router_groups_used=groups_used,
+        router_norm=gguf.value(key + "expert_weights_norm", bool, norm),
+        router_scale=gguf.real(key + "expert_weights_scale") if scale else 1.0)
+
+
+def read_delta(gguf, key, n_layers, n_mtp):
+    """The fields of Config about gated delta nets."""
+    dim, k_heads = gguf.size(key + "ssm.state_size"), gguf.size(key + "ssm.group_count")
+    v_heads, inner = gguf.size(key + "ssm.time_step_rank"), gguf.size(key + "ssm.inner_size")
+    if v_heads % k_heads or inner != v_heads * dim:
+        gguf.fail(f"{v_heads} value heads of {dim} values in a gated delta net do not fit "
+                  f"{k_heads} key heads and {inner} values in all")
+    interval = gguf.size(key + "full_attention_interval", 4)
+    recurrent = gguf.value(key + "attention.recurrent_layers", np.ndarray, None)
+    if recurrent is None:
+        recurrent = [(i + 1) % interval != 0 for i in range(n_layers)] + [False] * n_mtp
+    if len(recurrent) != n_layers + n_mtp or any(recurrent[n_layers:]) or all(recurrent):
+        gguf.fail(f"attention.recurrent_layers must name {n_layers + n_mtp} layers, and at least "
+                  "one, the draft head among them, that is not recurrent")
+    return dict(conv_width=gguf.size(key + "ssm.conv_kernel"), delta_dim=dim,
+                delta_k_heads=k_heads, delta_v_heads=v_heads,
+                recurrent=tuple(map(bool, recurrent[:n_layers])))
 
 
 def read_vocabulary(gguf, n_embd):
@@ -423,26 +581,23 @@ def read_vocabulary(gguf, n_embd):
     return n_vocab, n_tokens
 
 
-def read_rope(gguf, family, rope_dim, n_ctx):
-    """(sets, long_from, magnitude) of Config: every way of scaling ends in these three.
+def read_rope(gguf, key, rope_dim, n_ctx, latent):
+    """(sets, long_from, magnitude, sharpness): every way of scaling ends in these four.
 
     A set holds the angle per position of each rotated pair, float64. Tables in the file divide it,
     one for all sequences or one each for short and long ones; then the key `type` acts on it.
+    Where only a part of a head is rotated, YaRN may sharpen all scores instead of the rotated part.
     """
-    strange = [key for key in gguf.metadata if key.startswith(f"{family}.rope.")
-               and key.removeprefix(f"{family}.rope.") not in ROPE_KEYS]
-    if strange:
-        gguf.fail(f"the key {strange[0]!r} is not understood; the model would answer wrongly")
-    scaling = f"{family}.rope.scaling."
+    scaling = key + "rope.scaling."
     kind = gguf.value(scaling + "type", str, "linear")  # linear with factor 1 changes nothing
     if kind not in ("none", "linear", "yarn", "longrope"):
         gguf.fail(f"RoPE scaling {kind[:40]!r} is not supported; "
                   "supported: none, linear, yarn, longrope")
     factor = gguf.real(scaling + "factor", REQUIRED if kind == "yarn" else 1.0)
     original = gguf.size(scaling + "original_context_length", n_ctx, most=MAX_POSITION)
-    magnitude = gguf.real(scaling + "attn_factor", 1.0)
+    magnitude, sharpness = gguf.real(scaling + "attn_factor", 1.0), 1.0
 
-    base = gguf.real(f"{family}.rope.freq_base", 10000.0)
+    base = gguf.real(key + "rope.freq_base", 10000.0)
     angles = base ** (-np.arange(0, rope_dim, 2) / rope_dim)
     tables = [name for name in ("rope_factors_short.weight", "rope_factors_long.weight",
                                 "rope_freqs.weight") if name in gguf.tensors]
@@ -464,8 +619,16 @@ def read_rope(gguf, family, rope_dim, n_ctx):
     elif kind == "yarn":
         blend = yarn_blend(gguf, scaling, rope_dim, base, original)
         sets = [angles * (blend / factor + 1 - blend) for angles in sets]
-        magnitude *= 0.1 * math.log(max(factor, 1)) + 1
-    return tuple(tuple(angles.tolist()) for angles in sets), long_from, magnitude
+        growth = math.log(max(factor, 1))
+        multiplier = gguf.value(scaling + "yarn_log_multiplier", float, 0.0)
+        if multiplier and latent:  # its square, since it stands for a factor of Q and one of K
+            sharpness = (gguf.real(scaling + "yarn_log_multiplier", most=100) * growth + 1) ** 2
+        elif multiplier:
+            gguf.fail(f"the key '{scaling}yarn_log_multiplier' is understood only for latent "
+                      "attention; the model would answer wrongly")
+        else:
+            magnitude *= 0.1 * growth + 1
+    return tuple(tuple(angles.tolist()) for angles in sets), long_from, magnitude, sharpness
 
 
 def yarn_blend(gguf, scaling, rope_dim, base, original):
@@ -487,16 +650,77 @@ def yarn_blend(gguf, scaling, rope_dim, base, original):
 
 
 @dataclass
-class Layer:
-    """Handles of one layer's weights. Attention, then a gated feed-forward network."""
-    attn_norm: object  # vector [n_embd]
-    qkv: object  # matrix: rows of q, k, v; with a bias where the model has one
+class Attention:
+    """Handles of attention over K and V of all tokens."""
+    kv_layer: int  # its place in the KV cache
+    qkv: object  # matrix: rows of q (see Config.q_gated), k, v; with a bias where there is one
     q_norm: object  # vector [head_dim] or None
     k_norm: object  # vector [head_dim] or None
-    attn_out: object  # matrix [n_embd, n_heads * head_dim]
-    ffn_norm: object  # vector [n_embd]
+    out: object  # matrix [n_embd, n_heads * head_dim]
+
+
+@dataclass
+class Latent:
+    """Handles of attention in a latent space (MLA), in the absorbed form: K is never expanded."""
+    kv_layer: int  # its place in the KV cache
+    down: object  # matrix: rows of q before its norm, or of q if q_up is None; then of the latent K
+    q_norm: object  # vector [q_rank] or None
+    q_up: object  # matrix [n_heads * key_dim, q_rank] or None
+    kv_norm: object  # vector [value_dim]
+    k_b: object  # for each head a matrix [value_dim, key_dim - rope_dim]: q to the latent space
+    v_b: object  # for each head a matrix [out_dim, value_dim]: back from it
+    out: object  # matrix [n_embd, n_heads * out_dim]
+
+
+@dataclass
+class DeltaNet:
+    """Handles of a gated delta net, which keeps one state of fixed size instead of K and V."""
+    state_layer: int  # its place in the states
+    inputs: object  # matrix: rows of q | k | v, then z [H_v d], beta [H_v], alpha [H_v]
+    conv: object  # vector [delta_channels, conv_width]; the last column is for the token itself
+    dt: object  # vector [H_v], added to alpha
+    decay: object  # vector [H_v], negative
+    norm: object  # vector [delta_dim]
+    out: object  # matrix [n_embd, H_v d]
+
+
+@dataclass
+class Dense:
+    """Handles of a gated feed-forward network."""
     gate_up: object  # matrix [2 n_ff, n_embd]: rows of gate, then of up
     down: object  # matrix [n_embd, n_ff]
+
+
+@dataclass
+class Mixture:
+    """Handles of a mixture of experts."""
+    router: object  # matrix [n_experts, n_embd], and one more row if the shared expert is gated
+    bias: object  # vector [n_experts] that counts in the choice of experts only, or None
+    gate_up: object  # for each expert a matrix [2 n_ff_experts, n_embd]
+    down: object  # for each expert a matrix [n_embd, n_ff_experts]
+    shared: object  # Dense or None
+
+
+@dataclass
+class Layer:
+    """A mixer, which lets tokens see those before them, and a feed-forward network."""
+    mixer_norm: object  # vector [n_embd]
+    mixer: object  # Attention, Latent or DeltaNet
+    ffn_norm: object  # vector [n_embd]
+    ffn: object  # Dense or Mixture
+
+
+@dataclass
+class Mtp:
+    """Handles of the draft head, which predicts the token after the next one."""
+    embed: object  # matrix [n_vocab, n_embd]; the model's own where the head has none
+    embed_norm: object  # vector [n_embd]
+    embed_proj: object  # matrix [n_embd, n_embd]
+    hidden_norm: object  # vector [n_embd]
+    hidden_proj: object  # matrix [n_embd, n_embd]
+    layer: Layer
+    norm: object  # vector [n_embd]
+    output: object  # matrix [n_vocab, n_embd]; the model's own where the head has none
 
 
 @dataclass
@@ -506,6 +730,8 @@ class Weights:
     layers: list
     output_norm: object  # vector [n_embd]
     output: object  # matrix [n_vocab, n_embd]; the token table itself where the two are tied
+    mtp: Mtp | None
+    reads: list  # (Tensor, the share of it that one token reads) of each matrix outside of mtp
 
 
 # Tensors that no op reads, and why.
@@ -520,125 +746,352 @@ IGNORED = {
 class Binder:
     """Takes tensors from a file by name, shape and type, and hands them to an op table."""
 
-    def __init__(self, gguf, ops, progress):
-        self.gguf, self.ops, self.progress = gguf, ops, progress
+    def __init__(self, gguf, cfg, ops, progress):
+        self.gguf, self.cfg, self.ops, self.progress = gguf, cfg, ops, progress
         self.unbound = {name for name in gguf.tensors
                         if re.sub(r"^blk\.\d+\.", "", name) not in IGNORED}
         self.total = sum(gguf.tensors[name].data.nbytes for name in self.unbound)
-        self.done = 0
+        self.done, self.reads = 0, []  # see Weights.reads
 
-    def take(self, tensor):
-        self.unbound.discard(tensor.name)
-        self.done += tensor.data.nbytes
+    def take(self, name):
+        self.unbound.discard(name)
+        self.done += self.gguf.tensors[name].data.nbytes
+        if self.progress:
+            self.progress(self.done, self.total)
 
-    def read(self, name, length):
-        """The values of a vector, float32 [length]."""
-        values = self.gguf.vector(name, length)
-        self.take(self.gguf.tensors[name])
+    def read(self, name, *shape):
+        """The values of an F32 tensor, float32 of this shape."""
+        values = self.gguf.vector(name, *shape)
+        self.take(name)
         return values
 
-    def vector(self, name, length):
-        return self.ops.vector(self.read(name, length))
+    def vector(self, name, *shape):
+        return self.ops.vector(self.read(name, *shape))
 
-    def matrix(self, rows, cols, bias=None):
-        """A stack of row blocks. rows: {tensor name: its rows}; bias: float32 [all rows], None."""
-        tensors = [self.gguf.tensor(name, (n, cols)) for name, n in rows.items()]
-        for tensor in tensors:
+    def weights(self, rows, *shape):
+        """Tensors of matrices. rows: {name: its rows}; shape: how many there are, their columns."""
+        *count, cols = shape
+        found = [self.gguf.tensor(f"{name}.weight", (*count, n, cols)) for name, n in rows.items()]
+        for tensor in found:
             if not can_dequantise(tensor.type):
                 self.gguf.fail(f"tensor {tensor.name!r} is of type {tensor.type.name}, "
                                "which cannot hold weights; convert the model again")
-            self.take(tensor)
-        handle = self.ops.matrix(tensors, bias)
-        if self.progress:
-            self.progress(self.done, self.total)
-        return handle
+            self.take(tensor.name)
+        return found
 
-    def qkv(self, cfg, block):
-        """Rows of q, k and v, from one fused tensor or from three, with or without a bias."""
+    def stack(self, tensors, bias=None, share=1.0):
+        """A matrix of row blocks, with a bias float32 [all rows] or None; or for 3-D tensors as
+        many matrices. share: how much of it one token reads."""
+        self.reads += [(tensor, share) for tensor in tensors]
+        if len(tensors[0].shape) == 3:
+            return self.ops.experts(tensors)
+        return self.ops.matrix(tensors, bias)
+
+    def matrix(self, rows, cols, bias=None, share=1.0):
+        """The stack of `rows`: {tensor name: its rows}."""
+        return self.stack(self.weights(rows, cols), bias, share)
+
+    def fused(self, name, parts):
+        """`parts` {name: its rows}, or the one tensor `name` that holds the rows of all."""
+        first = next(iter(parts))
+        if f"{name}.weight" in self.unbound and f"{first}.weight" not in self.unbound:
+            return {name: sum(parts.values())}
+        return parts
+
+    # ---- the parts of a layer; block: what their names begin with ------------------------------
+
+    def layer(self, index):
+        cfg, block = self.cfg, f"blk.{index}."
+        states = sum(cfg.recurrent[:index])  # in layers before this one
+        if any(cfg.recurrent[index:index + 1]):
+            mixer = self.delta_net(block, states)
+        else:
+            mixer = (self.latent if cfg.latent else self.attention)(block, index - states)
+        ffn_norm = self.fused(f"{block}post_attention_norm", {f"{block}ffn_norm": cfg.n_embd})
+        mixed = cfg.n_experts and index >= cfg.n_dense_layers
+        return Layer(self.vector(f"{block}attn_norm.weight", cfg.n_embd), mixer,
+                     *[self.vector(f"{name}.weight", cfg.n_embd) for name in ffn_norm],
+                     self.mixture(block) if mixed else self.dense(block, cfg.n_ff))
+
+    def attention(self, block, kv_layer):
+        cfg = self.cfg
         n_q, n_kv = cfg.n_heads * cfg.head_dim, cfg.n_kv_heads * cfg.head_dim
-        rows = {f"{block}.attn_q": n_q, f"{block}.attn_k": n_kv, f"{block}.attn_v": n_kv}
-        if f"{block}.attn_qkv.weight" in self.unbound:
-            rows = {f"{block}.attn_qkv": n_q + 2 * n_kv}
+        rows = self.fused(f"{block}attn_qkv", {f"{block}attn_q": n_q * (1 + cfg.q_gated),
+                                               f"{block}attn_k": n_kv, f"{block}attn_v": n_kv})
         bias = None
         if any(f"{part}.bias" in self.unbound for part in rows):
             bias = np.concatenate([self.read(f"{part}.bias", n) for part, n in rows.items()])
-        return self.matrix({f"{part}.weight": n for part, n in rows.items()}, cfg.n_embd, bias)
-
-    def layer(self, cfg, index):
-        block = f"blk.{index}"
-        head_norm = lambda name: self.vector(f"{block}.{name}.weight", cfg.head_dim)
-        gate_up = {f"{block}.ffn_gate.weight": cfg.n_ff, f"{block}.ffn_up.weight": cfg.n_ff}
-        if f"{block}.ffn_gate.weight" not in self.unbound:  # one tensor holds gate, then up
-            gate_up = {f"{block}.ffn_up.weight": 2 * cfg.n_ff}
-        return Layer(
-            attn_norm=self.vector(f"{block}.attn_norm.weight", cfg.n_embd),
-            qkv=self.qkv(cfg, block),
+        head_norm = lambda name: self.vector(f"{block}{name}.weight", cfg.head_dim)
+        return Attention(
+            kv_layer=kv_layer, qkv=self.matrix(rows, cfg.n_embd, bias),
             q_norm=head_norm("attn_q_norm") if cfg.qk_norm else None,
             k_norm=head_norm("attn_k_norm") if cfg.qk_norm else None,
-            attn_out=self.matrix({f"{block}.attn_output.weight": cfg.n_embd},
-                                 cfg.n_heads * cfg.head_dim),
-            ffn_norm=self.vector(f"{block}.ffn_norm.weight", cfg.n_embd),
-            gate_up=self.matrix(gate_up, cfg.n_embd),
-            down=self.matrix({f"{block}.ffn_down.weight": cfg.n_embd}, cfg.n_ff),
-        )
+            out=self.matrix({f"{block}attn_output": cfg.n_embd}, n_q))
 
+    def latent(self, block, kv_layer):
+        cfg, rank, content = self.cfg, self.cfg.value_dim, self.cfg.key_dim - self.cfg.rope_dim
+        n_q, q_norm, q_up = cfg.n_heads * cfg.key_dim, None, None
+        down = {f"{block}attn_q": n_q}
+        if cfg.q_rank:
+            down = {f"{block}attn_q_a": cfg.q_rank}
+            q_norm = self.vector(f"{block}attn_q_a_norm.weight", cfg.q_rank)
+            q_up = self.matrix({f"{block}attn_q_b": n_q}, cfg.q_rank)
+        if f"{block}attn_kv_b.weight" in self.unbound:
+            rows = {f"{block}attn_kv_b": cfg.n_heads * (content + cfg.out_dim)}
+            k_b, v_b = split_kv_b(*self.weights(rows, rank), cfg.n_heads, content)
+        else:
+            k_b, = self.weights({f"{block}attn_k_b": rank}, cfg.n_heads, content)
+            v_b, = self.weights({f"{block}attn_v_b": cfg.out_dim}, cfg.n_heads, rank)
+        return Latent(
+            kv_layer=kv_layer,
+            down=self.matrix(down | {f"{block}attn_kv_a_mqa": cfg.head_dim}, cfg.n_embd),
+            q_norm=q_norm, q_up=q_up,
+            kv_norm=self.vector(f"{block}attn_kv_a_norm.weight", rank),
+            k_b=self.stack([k_b]), v_b=self.stack([v_b]),
+            out=self.matrix({f"{block}attn_output": cfg.n_embd}, cfg.n_heads * cfg.out_dim))
+
+    def delta_net(self, block, state_layer):
+        cfg, heads = self.cfg, self.cfg.delta_v_heads
+        inner = heads * cfg.delta_dim
+        inputs = self.weights({f"{block}attn_qkv": cfg.delta_channels, f"{block}attn_gate": inner},
+                              cfg.n_embd)
+        if f"{block}ssm_ba.weight" in self.unbound:  # for each k head rows of beta, then of alpha
+            both, = self.weights({f"{block}ssm_ba": 2 * heads}, cfg.n_embd)
+            rows = both.data.reshape(cfg.delta_k_heads, 2, -1).swapaxes(0, 1)
+            inputs.append(replace(both, data=rows.reshape(-1)))
+        else:
+            inputs += self.weights({f"{block}ssm_beta": heads, f"{block}ssm_alpha": heads},
+                                   cfg.n_embd)
+        return DeltaNet(
+            state_layer=state_layer, inputs=self.stack(inputs),
+            conv=self.vector(f"{block}ssm_conv1d.weight", cfg.delta_channels, cfg.conv_width),
+            dt=self.vector(f"{block}ssm_dt.bias", heads),
+            decay=self.vector(f"{block}ssm_a", heads),
+            norm=self.vector(f"{block}ssm_norm.weight", cfg.delta_dim),
+            out=self.matrix({f"{block}ssm_out": cfg.n_embd}, inner))
+
+    def dense(self, block, width, kind=""):
+        gate_up = {f"{block}ffn_gate{kind}": width, f"{block}ffn_up{kind}": width}
+        return Dense(
+            gate_up=self.matrix(self.fused(f"{block}ffn_up{kind}", gate_up), self.cfg.n_embd),
+            down=self.matrix({f"{block}ffn_down{kind}": self.cfg.n_embd}, width))
+
+    def mixture(self, block):
+        cfg, width, bias = self.cfg, self.cfg.n_ff_experts, f"{block}exp_probs_b.bias"
+        router = {f"{block}ffn_gate_inp": cfg.n_experts}
+        if cfg.shared_gated:
+            router |= {f"{block}ffn_gate_inp_shexp": 1}
+        gate_up = self.fused(f"{block}ffn_gate_up_exps", {f"{block}ffn_gate_exps": width,
+                                                          f"{block}ffn_up_exps": width})
+        down, share = {f"{block}ffn_down_exps": cfg.n_embd}, cfg.n_experts_used / cfg.n_experts
+        return Mixture(
+            router=self.matrix(router, cfg.n_embd),
+            bias=self.vector(bias, cfg.n_experts) if bias in self.unbound else None,
+            gate_up=self.stack(self.weights(gate_up, cfg.n_experts, cfg.n_embd), share=share),
+            down=self.stack(self.weights(down, cfg.n_experts, width), share=share),
+            shared=self.dense(block, cfg.n_ff_shared, "_shexp") if cfg.n_ff_shared else None)
+
+    def mtp(self, embed, output):
+        """The draft head, whose block comes after those of the layers."""
+        cfg, block = self.cfg, f"blk.{self.cfg.n_layers}.nextn."
+        vector = lambda name: self.vector(f"{block}{name}.weight", cfg.n_embd)
+        own = lambda name, default: (self.matrix({block + name: cfg.n_vocab}, cfg.n_embd)
+                                     if f"{block}{name}.weight" in self.unbound else default)
+        both, = self.weights({f"{block}eh_proj": cfg.n_embd}, 2 * cfg.n_embd)
+        if cfg.n_embd % GGML_QUANT_SIZES[both.type][0]:
+            self.gguf.fail(f"tensor {both.name!r} cannot be split: half a row of it is no whole "
+                           f"number of {both.type.name} blocks; convert the model to F16")
+        halves = both.data.reshape(cfg.n_embd, 2, -1).swapaxes(0, 1).reshape(2, -1)
+        embed_proj, hidden_proj = [
+            self.stack([replace(both, name=f"{both.name}[{i}]", shape=(cfg.n_embd,) * 2, data=half)])
+            for i, half in enumerate(halves)]
+        return Mtp(
+            embed=own("embed_tokens", embed), embed_norm=vector("enorm"), embed_proj=embed_proj,
+            hidden_norm=vector("hnorm"), hidden_proj=hidden_proj, layer=self.layer(cfg.n_layers),
+            norm=vector("shared_head_norm"), output=own("shared_head_head", output))
+
+
+def split_kv_b(tensor, heads, content):
+    """(k_b, v_b) from the one tensor of old files: for each head `content` rows of K, then of V.
+
+    k_b is needed transposed, [heads, rank, content], and so no longer in the format of the file.
+    """
+    rank, rows = tensor.shape[1], tensor.data.reshape(heads, tensor.shape[0] // heads, -1)
+    piece = lambda name, shape, data, kind=tensor.type: Tensor(
+        tensor.name.replace("attn_kv_b", name), kind, shape, data.reshape(-1).view(np.uint8))
+    k = dequantize(np.ascontiguousarray(rows[:, :content]), tensor.type).swapaxes(1, 2)
+    return (piece("attn_k_b", k.shape, np.ascontiguousarray(k), GGMLQuantizationType.F32),
+            piece("attn_v_b", (heads, rows.shape[1] - content, rank),
+                  np.ascontiguousarray(rows[:, content:])))
 
 
 def load(gguf, ops, progress=None):
     """(Config, Weights) with every tensor of the file bound or known to be unneeded.
 
-    ops: an op table; its `matrix` and `vector` make the handles. progress: called with
-    (bytes done, bytes in all) after each matrix. Raises ModelError.
+    ops: an op table; its `matrix`, `experts` and `vector` make the handles. progress: called with
+    (bytes done, bytes in all) at each tensor. Raises ModelError.
     """
     cfg = Config.from_gguf(gguf)
-    binder = Binder(gguf, ops, progress)
-    embed = binder.matrix({"token_embd.weight": cfg.n_vocab}, cfg.n_embd)
+    binder = Binder(gguf, cfg, ops, progress)
+    tied = "output.weight" not in gguf.tensors
+    embed = binder.matrix({"token_embd": cfg.n_vocab}, cfg.n_embd, share=float(tied))
     output_norm = binder.vector("output_norm.weight", cfg.n_embd)
-    layers = [binder.layer(cfg, index) for index in range(cfg.n_layers)]
-    output = embed
-    if "output.weight" in gguf.tensors:
-        output = binder.matrix({"output.weight": cfg.n_vocab}, cfg.n_embd)
+    layers = [binder.layer(index) for index in range(cfg.n_layers)]
+    output = embed if tied else binder.matrix({"output": cfg.n_vocab}, cfg.n_embd)
+    reads = list(binder.reads)
+    mtp = binder.mtp(embed, output) if cfg.n_mtp else None
     if binder.unbound:
         gguf.fail(f"tensor {min(binder.unbound)!r} ({len(binder.unbound)} in all) has no place "
                   "in this family; without it the model would answer wrongly")
-    return cfg, Weights(embed, layers, output_norm, output)
+    return cfg, Weights(embed, layers, output_norm, output, mtp, reads)
 
 
 # ---- the forward pass ------------------------------------------------------------------------
 
 
-def forward(cfg, weights, batch, kv, ops, see=None):
+class Run(NamedTuple):
+    """What the ops of one layer share."""
+    cfg: Config
+    ops: object  # the op table
+    kv: object  # pages, and states if the model has any
+    batch: object
+    angles: object
+    see: object  # called with (name, value) of every buffer
+
+
+def unseen(name, layer, value):
+    """The default of `see`: nobody looks."""
+
+
+def forward(cfg, weights, batch, kv, ops, see=unseen):
     """Logits of batch.logit_rows, float32 [n, n_vocab], as a handle of the backend `ops`.
 
-    Writes K and V of all rows to the pages that batch.page_table names. `see(name, layer, value)`
-    is shown every intermediate buffer: `leone.py diff` compares two backends with it.
+    Writes K and V of all rows to the pages that batch.page_table names, and the states of their
+    slots. `see(name, layer, value)` is shown every intermediate buffer: `leone.py diff` compares
+    two backends with it.
     """
-    see = see or (lambda name, layer, value: None)
-    h = ops.embed(weights.embed, batch)  # the residual stream, rows x n_embd
-    see("embed", -1, h)
-    angles = ops.rope_angles(cfg, batch)
-    for i, layer in enumerate(weights.layers):
-        x = ops.rmsnorm(h, layer.attn_norm, cfg.rms_eps)
-        see("attn_norm", i, x)
-        qkv = ops.linear(x, layer.qkv)
-        see("qkv", i, qkv)
-        q = ops.rope_kv(qkv, angles, layer.q_norm, layer.k_norm, cfg, i, kv, batch)
-        see("q", i, q)
-        x = ops.attention(q, cfg, i, kv, batch)
-        see("attention", i, x)
-        ops.linear_add(x, layer.attn_out, h)
-        see("attn_out", i, h)
-
-        x = ops.rmsnorm(h, layer.ffn_norm, cfg.rms_eps)
-        see("ffn_norm", i, x)
-        gate_up = ops.linear(x, layer.gate_up)
-        see("gate_up", i, gate_up)
-        x = ops.silu_mul(gate_up)
-        see("silu_mul", i, x)
-        ops.linear_add(x, layer.down, h)
-        see("ffn_out", i, h)
+    h = trunk(cfg, weights, batch, kv, ops, see)
     x = ops.rmsnorm(h, weights.output_norm, cfg.rms_eps, batch.logit_rows)
     see("output_norm", -1, x)
     logits = ops.linear(x, weights.output)
     see("logits", -1, logits)
     return logits
+
+
+def trunk(cfg, weights, batch, kv, ops, see=unseen):
+    """h f32 [rows, n_embd]: the residual stream after the last layer."""
+    h = ops.embed(weights.embed, batch)
+    see("embed", -1, h)
+    angles = ops.rope_angles(cfg, batch)
+    for i, layer in enumerate(weights.layers):
+        see_here = lambda name, value: see(name, i, value)
+        add_layer(layer, h, Run(cfg, ops, kv, batch, angles, see_here))
+    return h
+
+
+def draft(cfg, weights, hidden, batch, kv, ops):
+    """The draft head (MTP): (logits of batch.logit_rows, the next `hidden`).
+
+    A row knows `hidden` f32 [rows, n_embd] of a position, that is rmsnorm_f32(trunk's result,
+    output_norm), and has the token of the next position; its logits are for the one after that.
+    With the drafted token and the next `hidden` it drafts further. It has KV of its own.
+    """
+    head = weights.mtp
+    h = ops.embed(head.embed, batch)
+    x = ops.rmsnorm(h, head.embed_norm, cfg.rms_eps)
+    ops.linear(x, head.embed_proj, out=h)
+    x = ops.rmsnorm(hidden, head.hidden_norm, cfg.rms_eps)
+    ops.linear_add(x, head.hidden_proj, h)
+    see = lambda name, value: None
+    add_layer(head.layer, h, Run(cfg, ops, kv, batch, ops.rope_angles(cfg, batch), see))
+    x = ops.rmsnorm(h, head.norm, cfg.rms_eps, batch.logit_rows)
+    return ops.linear(x, head.output), ops.rmsnorm_f32(h, head.norm, cfg.rms_eps)
+
+
+def add_layer(layer, h, run):
+    """h += mixer(norm(h)), then h += ffn(norm(h)), in place."""
+    cfg, ops, *_, see = run
+    add_mixer = {Attention: attention, Latent: latent, DeltaNet: delta_net}[type(layer.mixer)]
+    add_ffn = {Dense: dense, Mixture: mixture}[type(layer.ffn)]
+    x = ops.rmsnorm(h, layer.mixer_norm, cfg.rms_eps)
+    see("mixer_norm", x)
+    add_mixer(layer.mixer, x, h, run)
+    see("mixer_out", h)
+    x = ops.rmsnorm(h, layer.ffn_norm, cfg.rms_eps)
+    see("ffn_norm", x)
+    add_ffn(layer.ffn, x, h, run)
+    see("ffn_out", h)
+
+
+def attention(w, x, h, run):
+    cfg, ops, kv, batch, angles, see = run
+    qkv = ops.linear(x, w.qkv)
+    see("qkv", qkv)
+    q = ops.rope_kv(qkv, angles, w.q_norm, w.k_norm, cfg, w.kv_layer, kv, batch)
+    see("q", q)
+    x = ops.attention(q, cfg, w.kv_layer, kv, batch)
+    see("attention", x)
+    if cfg.q_gated:
+        x = ops.sigmoid_gate(x, qkv, cfg)
+        see("sigmoid_gate", x)
+    ops.linear_add(x, w.out, h)
+
+
+def latent(w, x, h, run):
+    cfg, ops, kv, batch, angles, see = run
+    down = ops.linear(x, w.down)
+    see("down", down)
+    q = down
+    if w.q_up is not None:
+        q = ops.linear(ops.rmsnorm(down, w.q_norm, cfg.rms_eps), w.q_up)
+        see("q_up", q)
+    x = ops.scale_rows(q, cfg.n_heads, cfg.key_dim, cfg.key_dim - cfg.rope_dim)
+    content = ops.linear_heads(x, w.k_b)
+    see("content", content)
+    q = ops.rope_latent(content, q, down, angles, w.kv_norm, cfg, w.kv_layer, kv, batch)
+    see("q", q)
+    x = ops.attention(q, cfg, w.kv_layer, kv, batch)
+    see("attention", x)
+    v = ops.linear_heads(x, w.v_b)
+    see("v", v)
+    ops.linear_add(ops.scale_rows(v), w.out, h)
+
+
+def delta_net(w, x, h, run):
+    cfg, ops, kv, batch, _, see = run
+    u = ops.linear(x, w.inputs)
+    see("inputs", u)
+    c = ops.delta_conv(u, w, cfg, w.state_layer, kv, batch)
+    see("delta_conv", c)
+    o = ops.delta_rule(u, c, cfg, w.state_layer, kv, batch)
+    see("delta_rule", o)
+    x = ops.delta_norm(o, u, w.norm, cfg)
+    see("delta_norm", x)
+    ops.linear_add(x, w.out, h)
+
+
+def dense(w, x, h, run):
+    ops, see = run.ops, run.see
+    gate_up = ops.linear(x, w.gate_up)
+    see("gate_up", gate_up)
+    x = ops.silu_mul(gate_up)
+    see("silu_mul", x)
+    ops.linear_add(x, w.down, h)
+
+
+def mixture(w, x, h, run):
+    cfg, ops, _, batch, _, see = run
+    logits = ops.linear(x, w.router)
+    see("router", logits)
+    routes = ops.route(logits, w.bias, cfg, batch)
+    see("experts", routes.experts)
+    see("weights", routes.weights)
+    gate_up = ops.linear_experts(x, w.gate_up, routes)
+    see("gate_up", gate_up)
+    y = ops.linear_experts(ops.silu_mul(gate_up), w.down, routes)
+    see("down", y)
+    shared = None
+    if w.shared is not None:
+        shared = ops.linear(ops.silu_mul(ops.linear(x, w.shared.gate_up)), w.shared.down)
+        see("shared", shared)
+    ops.combine(y, routes, shared, logits if cfg.shared_gated else None, h)

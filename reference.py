@@ -31,6 +31,7 @@ SEGMENT = 256  # positions under one running softmax; a multiple of PAGE
 PANEL = 4096  # weight rows of one BLAS call, whether or not the matrix stays quantised
 KV_BLOCK = 32  # values of a q8 block
 F16_LARGEST = 65504.0
+SMALLEST_SUM = 6.1e-5  # of the weights of a token's experts, where they are divided by it
 
 
 @dataclass
@@ -55,6 +56,24 @@ class Matrix:
     rows: int
     cols: int
     bias: np.ndarray | None
+
+
+@dataclass
+class Experts:
+    """Matrices of one shape [rows, cols]: those of the experts of a mixture, or of heads."""
+    matrices: list
+    rows: int
+    cols: int
+
+
+@dataclass
+class Routes:
+    """Which experts a token goes to, ascending, and how much each counts: [rows, k].
+
+    Rows with a negative slot have none: experts -1, weights 0.
+    """
+    experts: np.ndarray  # int32
+    weights: np.ndarray
 
 
 class Reference:
@@ -82,6 +101,11 @@ class Reference:
         return Matrix(tensors, panels, sum(t.shape[0] for t in tensors), tensors[0].shape[1],
                       None if bias is None else self.vector(bias))
 
+    def experts(self, tensors):
+        """Stack the row blocks of `tensors`, each [experts, rows, cols], for each expert."""
+        matrices = [self.matrix(parts) for parts in zip(*(t.parts() for t in tensors))]
+        return Experts(matrices, matrices[0].rows, matrices[0].cols)
+
     def vector(self, array):
         return np.asarray(array, self.dtype)
 
@@ -98,10 +122,19 @@ class Reference:
             self.panels[tensor.name] = panels
         return self.panels[tensor.name]
 
-    def pages(self, cfg, n_pages, kv_format):
+    def pages(self, cfg, n_pages, kv_format, n_states=0, pending=1):
+        """Storage for KV, with `states` for the recurrent layers of `n_states` sequences."""
         kv = Pages(cfg, n_pages, kv_format, self.dtype)
         self.allocated["kv"] = kv.nbytes
+        if cfg.n_state_layers:
+            kv.states = self.states(cfg, n_states, pending)
         return kv
+
+    def states(self, cfg, n_states, pending):
+        """Recurrent state of `n_states` slots; a step leaves at most `pending` tokens pending."""
+        states = States(cfg, n_states, pending, self.dtype)
+        self.allocated["states"] = states.nbytes
+        return states
 
     def tile_tokens(self, cfg):
         """Most rows of one attention tile: consecutive tokens of a sequence."""
@@ -146,8 +179,9 @@ class Reference:
         return 1e3 * (after - before)
 
     def stored_bytes(self, tensor):
-        expanded = self.panels[tensor.name][0].values is not None
-        return int(np.prod(tensor.shape)) * self.dtype.itemsize if expanded else tensor.data.nbytes
+        expanded = lambda part: self.panels[part.name][0].values is not None
+        return sum(int(np.prod(part.shape)) * self.dtype.itemsize if expanded(part)
+                   else part.data.nbytes for part in tensor.parts())
 
     def free_memory(self):
         return available_memory() // 2
@@ -171,21 +205,37 @@ class Reference:
 
     @np.errstate(over="ignore", invalid="ignore")
     def rmsnorm(self, h, weight, eps, rows=None):
-        """x = h / sqrt(mean(h^2) + eps) * weight, of all rows or of those in `rows`."""
-        h = h if rows is None else h[rows]
+        """x = h / sqrt(mean(h^2) + eps) * weight, of all rows or of those in `rows`.
+
+        h: the first len(weight) columns of what is given.
+        """
+        h = (h if rows is None else h[rows])[..., :len(weight)]
         mean = np.sum(h * h, axis=-1, keepdims=True) / self.dtype.type(h.shape[-1])
         return h / np.sqrt(mean + self.dtype.type(eps)) * weight
 
+    rmsnorm_f32 = rmsnorm  # a result that is not the input of a matrix product
+
+    def scale_rows(self, values, heads=1, pitch=None, width=None):
+        """x [rows * heads, width]: `heads` pieces, `pitch` apart, of each row of `values`.
+
+        By default the whole row is one piece. What a matrix product takes.
+        """
+        pitch = pitch or values.shape[1]
+        return np.ascontiguousarray(values[:, :heads * pitch].reshape(-1, pitch)[:, :width])
+
     @np.errstate(over="ignore", invalid="ignore")
-    def linear(self, x, w):
-        """y [rows, w.rows] = x [rows, w.cols] times the rows of w, plus its bias."""
-        y = np.empty((len(x), w.rows), self.dtype)
+    def linear(self, x, w, out=None):
+        """y [rows, w.rows] = x [rows, w.cols] times the rows of w, plus its bias; in `out`, if any.
+        """
+        y = np.empty((len(x), w.rows), self.dtype) if out is None else out
         start = 0
         for panel in w.panels:
             weight = panel.expanded(self.dtype)
             self.multiply(x, weight, y[:, start:start + weight.shape[1]])
             start += weight.shape[1]
-        return y if w.bias is None else y + w.bias
+        if w.bias is not None:
+            y += w.bias
+        return y
 
     def multiply(self, x, weight, out):
         """out [rows, n] = x [rows, cols] times weight [cols, n], in safe tiles of rows."""
@@ -217,29 +267,47 @@ class Reference:
     def rope_kv(self, qkv, angles, q_norm, k_norm, cfg, layer, kv, batch):
         """Split qkv [rows, (heads + 2 kv heads) head_dim], norm and rotate q and k, store K and V.
 
-        Returns q [rows, heads, head_dim]. Rows with a negative slot store nothing.
+        Returns q [rows, heads, head_dim]. With cfg.q_gated each q is followed by a gate of its
+        size, see sigmoid_gate. Rows with a negative slot store nothing.
         """
-        rows, heads = len(qkv), cfg.n_heads + 2 * cfg.n_kv_heads
-        parts = qkv.reshape(rows, heads, cfg.head_dim)
-        q, k, v = np.split(parts, [cfg.n_heads, cfg.n_heads + cfg.n_kv_heads], axis=1)
+        n_q = cfg.n_heads * (1 + cfg.q_gated)
+        parts = qkv.reshape(len(qkv), n_q + 2 * cfg.n_kv_heads, cfg.head_dim)
+        q, k, v = np.split(parts, [n_q, n_q + cfg.n_kv_heads], axis=1)
+        q = q[:, ::1 + cfg.q_gated]
         if q_norm is not None:
             q, k = self.rmsnorm(q, q_norm, cfg.rms_eps), self.rmsnorm(k, k_norm, cfg.rms_eps)
-        q, k = rotate(q, angles, cfg.rope_neox), rotate(k, angles, cfg.rope_neox)
-        real = batch.slots >= 0
-        positions = batch.positions[real]
-        pages = batch.page_table[batch.slots[real], positions // PAGE]
-        kv.store(layer, pages, positions % PAGE, k[real], v[real])
-        return q
+        kv.store_rows(layer, batch, rotate(k, angles, cfg.rope_neox), v)
+        return rotate(q, angles, cfg.rope_neox)
+
+    @np.errstate(over="ignore", invalid="ignore")
+    def rope_latent(self, content, q, kv_a, angles, kv_norm, cfg, layer, kv, batch):
+        """Queries and key of latent attention, whose key holds the value: rank = cfg.value_dim.
+
+        Returns q [rows, heads, head_dim]: the `rank` values of a head in `content`, then the
+        rotated last rope_dim of the key_dim values of a head in `q`. Stores as K the last head_dim
+        columns of kv_a: `rank` values, normed, then rope_dim, rotated. Columns of q after the heads
+        and of kv_a before the last head_dim are not read.
+        """
+        rank, of_heads = cfg.value_dim, (len(q), cfg.n_heads, -1)
+        q = q[:, :cfg.n_heads * cfg.key_dim].reshape(of_heads)[..., -cfg.rope_dim:]
+        key = kv_a[:, None, -cfg.head_dim:]
+        kv.store_rows(layer, batch, np.concatenate([
+            self.rmsnorm(key, kv_norm, cfg.rms_eps),
+            rotate(key[..., rank:], angles, cfg.rope_neox)], axis=-1))
+        return np.concatenate([content.reshape(of_heads), rotate(q, angles, cfg.rope_neox)], -1)
 
     @np.errstate(over="ignore", invalid="ignore")
     def attention(self, q, cfg, layer, kv, batch):
-        """x [rows, heads * head_dim]: softmax(q K^T * attn_scale) V over positions 0..own."""
-        x = np.zeros((len(q), cfg.n_heads, cfg.head_dim), self.dtype)
+        """x [rows, heads * head_dim]: softmax(q K^T * attn_scale) V over positions 0..own.
+
+        With cfg.latent x is [rows * heads, value_dim]: each head goes into its own product.
+        """
+        x = np.zeros((len(q), cfg.n_heads, cfg.value_dim), self.dtype)
         for first, rows, slot, position in batch.tiles:
             if slot >= 0:
                 x[first:first + rows] = self.attend(
                     q[first:first + rows], position, batch.page_table[slot], cfg, layer, kv)
-        return x.reshape(len(q), -1)
+        return x.reshape(-1, cfg.value_dim) if cfg.latent else x.reshape(len(q), -1)
 
     def attend(self, q, position, pages, cfg, layer, kv):
         """One tile: q [rows, heads, head_dim] of tokens at `position`, position + 1, ..."""
@@ -251,11 +319,12 @@ class Reference:
                              .swapaxes(0, 1).reshape(cfg.n_kv_heads, real, cfg.head_dim))
         queries = queries.reshape(cfg.n_kv_heads, -1, ROWS, cfg.head_dim)
         own = position + np.arange(padded).reshape(-1, ROWS) // group  # position of each row
-        total = Softmax(queries.shape, self.dtype)
+        sums = (*queries.shape[:-1], cfg.value_dim)
+        total = Softmax(sums, self.dtype)
         for start in range(0, position + len(q), SEGMENT):
-            segment = Softmax(queries.shape, self.dtype)
+            segment = Softmax(sums, self.dtype)
             for at in range(start, min(start + SEGMENT, position + len(q)), PAGE):
-                key, value = kv.load(layer, pages[at // PAGE])  # kv heads, PAGE, head_dim
+                key, value = kv.load(layer, pages[at // PAGE])  # kv heads, PAGE, values
                 scores = queries @ key[:, None].swapaxes(2, 3) * self.dtype.type(cfg.attn_scale)
                 # Masked positions may hold anything, and 0 * inf is NaN: a V that is not finite
                 # (f32 only) is taken out of the product and counts through its score.
@@ -265,15 +334,144 @@ class Reference:
                 segment.add(np.where(visible, scores, -np.inf).astype(self.dtype),
                             np.where(finite, value, 0)[:, None])
             total.merge(segment)
-        x = total.result().reshape(cfg.n_kv_heads, padded, cfg.head_dim)[:, :real]
-        return (x.reshape(cfg.n_kv_heads, len(q), group, cfg.head_dim)
-                .swapaxes(0, 1).reshape(len(q), cfg.n_heads, cfg.head_dim))
+        x = total.result().reshape(cfg.n_kv_heads, padded, cfg.value_dim)[:, :real]
+        return (x.reshape(cfg.n_kv_heads, len(q), group, cfg.value_dim)
+                .swapaxes(0, 1).reshape(len(q), cfg.n_heads, cfg.value_dim))
+
+    @np.errstate(over="ignore", invalid="ignore")
+    def sigmoid_gate(self, x, qkv, cfg):
+        """x [rows, heads * head_dim] times the sigmoid of the gates in qkv, see rope_kv."""
+        gate = qkv[:, :2 * x.shape[1]].reshape(len(x), cfg.n_heads, 2, cfg.head_dim)[:, :, 1]
+        return x / (1 + np.exp(-gate.reshape(x.shape)))
+
+    @np.errstate(over="ignore", invalid="ignore")
+    def delta_conv(self, u, mixer, cfg, layer, kv, batch):
+        """c [rows, delta_channels + 2 H_v] of u = q | k | v | z | beta | alpha [rows, .].
+
+        Each channel of q, k and v: silu of the causal convolution over this token and those before
+        it. Then q and k have length 1 per head, and q is divided by sqrt(d). Behind them for each
+        v head beta, how much of a token is written, and decay, how much of the state stays.
+        """
+        channels, before = cfg.delta_channels, cfg.conv_width - 1
+        heads = np.empty((len(u), channels // cfg.delta_dim, cfg.delta_dim), self.dtype)
+        for first, rows, slot, position, *_ in batch.spans:
+            span = np.zeros((before + rows, channels), self.dtype)
+            span[before:] = u[first:first + rows, :channels]
+            known = min(position, before) if slot >= 0 else 0
+            span[before - known:before] = kv.states.recent[
+                slot, layer, np.arange(position - known, position) % kv.states.ring, :channels]
+            x = sum(span[i:i + rows] * mixer.conv[:, i] for i in range(cfg.conv_width))
+            heads[first:first + rows] = silu(x).reshape(rows, *heads.shape[1:])
+        eps, dim = self.dtype.type(cfg.rms_eps), self.dtype.type(cfg.delta_dim)
+        length = np.sqrt(np.sum(heads * heads, axis=-1, keepdims=True) + eps)
+        length[:, :cfg.delta_k_heads] *= np.sqrt(dim)
+        length[:, 2 * cfg.delta_k_heads:] = 1  # v stays as it is
+        beta, alpha = np.split(u[:, -2 * cfg.delta_v_heads:], 2, axis=1)
+        softplus = np.logaddexp(self.dtype.type(0), alpha + mixer.dt)
+        return np.concatenate([(heads / length).reshape(-1, channels), 1 / (1 + np.exp(-beta)),
+                               np.exp(mixer.decay * softplus)], axis=1)
+
+    @np.errstate(over="ignore", invalid="ignore")
+    def delta_rule(self, u, c, cfg, layer, kv, batch):
+        """o [rows, H_v d] = S^T q, S being the state of each v head after the row's own token.
+
+        The state in memory first takes the span's pending tokens; its rows enter it only if the
+        span commits, else they become the pending ones. Rows with a negative slot give zeros.
+        """
+        states, channels = kv.states, cfg.delta_channels
+        n_q = cfg.delta_k_heads * cfg.delta_dim
+        records = np.concatenate([u[:, :channels], c[:, n_q:]], axis=1)
+        o = np.zeros((len(u), cfg.delta_v_heads, cfg.delta_dim), self.dtype)
+        for first, rows, slot, position, pending, commits in batch.spans:
+            if slot < 0:
+                continue
+            recent, state = states.recent[slot, layer], states.matrix[slot, layer]
+            if position == pending:
+                state[:] = 0
+            for at in range(position - pending, position):
+                delta_step(state, recent[at % states.ring, channels:], cfg)
+            state = state if commits else state.copy()
+            for row in range(first, first + rows):
+                delta_step(state, c[row, n_q:], cfg)
+                q = of_v_heads(c[row, :n_q], cfg)
+                o[row] = np.sum(state * q[:, None], axis=-1)
+            kept = np.arange(max(0, rows - states.ring), rows)
+            recent[(position + kept) % states.ring] = records[first + kept]
+        return o.reshape(len(u), -1)
+
+    @np.errstate(over="ignore", invalid="ignore")
+    def delta_norm(self, o, u, norm, cfg):
+        """x [rows, H_v d] = rmsnorm of each head of o, times silu(z); z lies in u behind v."""
+        heads = o.reshape(len(o), cfg.delta_v_heads, cfg.delta_dim)
+        z = u[:, cfg.delta_channels:cfg.delta_channels + o.shape[1]]
+        return self.rmsnorm(heads, norm, cfg.rms_eps).reshape(o.shape) * silu(z)
 
     @np.errstate(over="ignore", invalid="ignore")
     def silu_mul(self, gate_up):
         """x [rows, F] = silu(gate) * up of gate_up [rows, 2F], gate first."""
         gate, up = np.split(gate_up, 2, axis=-1)
-        return gate / (1 + np.exp(-gate)) * up  # exp(-gate) = inf gives the right limit, zero
+        return silu(gate) * up
+
+    @np.errstate(over="ignore", invalid="ignore")
+    def route(self, logits, bias, cfg, batch):
+        """Routes of each row: its n_experts_used best by probability + bias, ties to the lower one.
+
+        Of several groups only the best few count: by their largest probability, or, with sigmoid
+        probabilities, by the sum of their two best biased ones. Weights have no bias.
+        """
+        logits = logits[:, :cfg.n_experts]
+        if cfg.router_sigmoid:
+            probability = 1 / (1 + np.exp(-logits))
+        else:
+            power = np.exp(logits - logits.max(axis=-1, keepdims=True))
+            probability = power / power.sum(axis=-1, keepdims=True)
+        score = probability if bias is None else probability + bias
+        if cfg.router_groups > 1:
+            groups = score.reshape(len(score), cfg.router_groups, -1)
+            best = np.sort(groups, axis=-1)[..., -2 if cfg.router_sigmoid else -1:].sum(axis=-1)
+            kept = np.zeros(best.shape, bool)
+            np.put_along_axis(kept, best_of(best, cfg.router_groups_used), True, axis=-1)
+            score = np.where(kept[..., None], groups, -np.inf).reshape(score.shape)
+        experts = np.sort(best_of(score, cfg.n_experts_used), axis=-1).astype(np.int32)
+        weights = np.take_along_axis(probability, experts, axis=-1)
+        if cfg.router_norm:
+            weights = weights / np.maximum(weights.sum(axis=-1, keepdims=True), SMALLEST_SUM)
+        real = batch.slots[:, None] >= 0
+        return Routes(np.where(real, experts, -1),
+                      np.where(real, weights * self.dtype.type(cfg.router_scale), 0))
+
+    def linear_experts(self, x, w, routes):
+        """y [rows * k, w.rows] = for each row and each of its experts, x times the expert's rows.
+
+        x has a row for each row, or for each of its k experts. Without an expert y is zero.
+        """
+        experts = routes.experts.reshape(-1)
+        row_of = np.arange(len(experts)) // (len(experts) // len(x))
+        y = np.zeros((len(experts), w.rows), self.dtype)
+        for expert in np.unique(experts[experts >= 0]):
+            chosen = experts == expert
+            y[chosen] = self.linear(x[row_of[chosen]], w.matrices[expert])
+        return y
+
+    def linear_heads(self, x, w):
+        """y [rows, heads * w.rows] = row r * heads + h of x times the rows of head h, for all."""
+        heads = len(w.matrices)
+        parts = [self.linear(x[head::heads], matrix) for head, matrix in enumerate(w.matrices)]
+        return np.concatenate(parts, axis=1)
+
+    @np.errstate(over="ignore", invalid="ignore")
+    def combine(self, y, routes, shared, logits, h):
+        """h += what a row's experts gave, by weight, in index order, then the shared expert.
+
+        `shared` [rows, n_embd] or None counts sigmoid(last column of `logits`), or 1 without them.
+        """
+        y = y.reshape(*routes.weights.shape, -1)
+        total = np.zeros_like(h)
+        for i in range(y.shape[1]):
+            total += routes.weights[:, i, None] * y[:, i]
+        if shared is not None:
+            total += shared if logits is None else shared / (1 + np.exp(-logits[:, -1:]))
+        h += total
 
     def sample(self, logits, draws, batch):
         """(tokens int32, log probabilities f32) of one drawn token per row; see sampling.py."""
@@ -294,9 +492,16 @@ class Reference:
             array[:, pages] = data[at:at + part.nbytes].view(part.dtype).reshape(part.shape)
             at += part.nbytes
 
+    def save_state(self, kv, slot):
+        """The recurrent state of `slot` as bytes, for load_state of the same backend."""
+        return kv.states.data[slot].reshape(-1).view(np.uint8).copy()
+
+    def load_state(self, kv, slot, data):
+        kv.states.data[slot] = data.view(self.dtype).reshape(kv.states.data.shape[1:])
+
 
 class Softmax:
-    """Running softmax of rows [..., ROWS, head_dim]: largest score, sum, weighted values."""
+    """Running softmax of rows [..., ROWS, value_dim]: largest score, sum, weighted values."""
 
     def __init__(self, shape, dtype):
         self.largest = np.full((*shape[:-1], 1), -np.inf, dtype)
@@ -312,7 +517,7 @@ class Softmax:
         return finite
 
     def add(self, scores, value):
-        """Scores [..., ROWS, n] of n more positions and their values [..., n, head_dim]."""
+        """Scores [..., ROWS, n] of n more positions and their values [..., n, value_dim]."""
         weights = np.exp(scores - self.rescale(scores.max(axis=-1, keepdims=True)))
         self.sum = self.sum + weights.sum(axis=-1, keepdims=True)
         self.values = self.values + weights @ value
@@ -329,6 +534,7 @@ class Softmax:
 class Pages:
     """KV storage [layer, page, kv head, K|V, PAGE, head_dim] as f32, f16 or q8.
 
+    Latent attention stores K alone, whose first value_dim values are V.
     q8: int8 with an f16 scale per 32 values along head_dim, scale = max|x| / 127.
     """
 
@@ -336,8 +542,9 @@ class Pages:
         if kv_format == "q8" and cfg.head_dim % KV_BLOCK:
             raise RequestError(f"q8 stores {KV_BLOCK} values of a head together, and heads of this "
                                f"model have {cfg.head_dim}; use --kv f16", param="kv")
-        self.format, self.dtype = kv_format, dtype
-        shape = (cfg.n_layers, n_pages, cfg.n_kv_heads, 2, PAGE, cfg.head_dim)
+        self.format, self.dtype, self.value_dim = kv_format, dtype, cfg.value_dim
+        self.states = None  # of recurrent layers
+        shape = (cfg.n_kv_layers, n_pages, cfg.n_kv_heads, 2 - cfg.latent, PAGE, cfg.head_dim)
         stored = {"f32": dtype, "f16": np.float16, "q8": np.int8}[kv_format]
         self.data = np.zeros(shape, stored)
         self.scales = (np.zeros((*shape[:-1], cfg.head_dim // KV_BLOCK), np.float16)
@@ -351,12 +558,19 @@ class Pages:
     def nbytes(self):
         return sum(array.nbytes for array in self.arrays)
 
-    def store(self, layer, pages, offsets, key, value):
+    def store_rows(self, layer, batch, *key_value):
+        """Write K and V (or K alone) [rows, kv heads, head_dim] of the rows that have a slot."""
+        real = batch.slots >= 0
+        positions = batch.positions[real]
+        pages = batch.page_table[batch.slots[real], positions // PAGE]
+        self.store(layer, pages, positions % PAGE, *(x[real] for x in key_value))
+
+    def store(self, layer, pages, offsets, *key_value):
         """Write K and V [rows, kv heads, head_dim] of tokens to their page and place in it.
 
         f16 and q8 hold no more than F16_LARGEST either way; NaN becomes -F16_LARGEST.
         """
-        for kind, x in enumerate((key, value)):
+        for kind, x in enumerate(key_value):
             if self.format != "f32":
                 x = np.fmin(np.fmax(x, -F16_LARGEST), F16_LARGEST)
             if self.scales is not None:
@@ -365,12 +579,50 @@ class Pages:
             self.data[layer, pages, :, kind, offsets] = x
 
     def load(self, layer, page):
-        """K and V of one page, each [kv heads, PAGE, head_dim]."""
+        """K [kv heads, PAGE, head_dim] and V [kv heads, PAGE, value_dim] of one page."""
         x = self.data[layer, page].astype(self.dtype, copy=False)
         if self.scales is not None:
             blocks = x.reshape(*x.shape[:-1], -1, KV_BLOCK)
             x = (blocks * self.scales[layer, page, ..., None].astype(self.dtype)).reshape(x.shape)
-        return x[:, 0], x[:, 1]
+        return x[:, 0], x[:, -1, :, :self.value_dim]
+
+
+class States:
+    """Recurrent state of the gated delta nets: [slot, layer] of a matrix and of recent tokens.
+
+    matrix: S of each v head, transposed to [d of v, d of k], so that sums run along the last axis.
+    recent: at place position % ring u's q | k | v of a token (the convolution looks back), then
+    k | v | beta | decay (a pending token enters the matrix later). The ring holds those that are
+    pending and those that become so, or those that are pending and what the convolution needs.
+    """
+
+    def __init__(self, cfg, n_states, pending, dtype):
+        self.ring = max(2 * pending, pending + cfg.conv_width - 1)
+        heads, dim, layers = cfg.delta_v_heads, cfg.delta_dim, cfg.n_state_layers
+        record = 2 * cfg.delta_channels - cfg.delta_k_heads * dim + 2 * heads
+        split = heads * dim * dim
+        self.data = np.zeros((n_states, layers, split + self.ring * record), dtype)
+        self.nbytes = self.data.nbytes
+        self.matrix = self.data[..., :split].reshape(n_states, layers, heads, dim, dim)
+        self.recent = self.data[..., split:].reshape(n_states, layers, self.ring, record)
+
+
+def of_v_heads(x, cfg):
+    """[H_v, d]: for each v head its k head of x [H_k d]."""
+    head = np.arange(cfg.delta_v_heads)
+    group = cfg.delta_v_heads // cfg.delta_k_heads
+    return x.reshape(-1, cfg.delta_dim)[
+        head // group if cfg.delta_grouped else head % cfg.delta_k_heads]
+
+
+def delta_step(state, token, cfg):
+    """Enter one token into state [H_v, d of v, d of k], in place. token: k | v | beta | decay."""
+    n_k, n_v = cfg.delta_k_heads * cfg.delta_dim, cfg.delta_v_heads * cfg.delta_dim
+    k, v, beta, decay = np.split(token, np.cumsum([n_k, n_v, cfg.delta_v_heads]))
+    k, v = of_v_heads(k, cfg)[:, None], v.reshape(-1, cfg.delta_dim)
+    state *= decay[:, None, None]
+    delta = beta[:, None] * (v - np.sum(state * k, axis=-1))
+    state += delta[..., None] * k
 
 
 def quantise_q8(x):
@@ -383,6 +635,10 @@ def quantise_q8(x):
     divisor = np.where(scale == 0, np.float16(1), scale).astype(np.float32)[..., None]
     values = np.clip(np.rint(blocks / divisor), -127, 127).astype(np.int8)
     return values.reshape(x.shape), scale
+
+
+def silu(x):
+    return x / (1 + np.exp(-x))  # exp(-x) = inf gives the right limit, zero
 
 
 def rotate(x, angles, neox):
@@ -399,6 +655,11 @@ def rotate(x, angles, neox):
     rotated[..., first] = a * cos - b * sin
     rotated[..., second] = a * sin + b * cos
     return rotated
+
+
+def best_of(scores, n):
+    """Indices of the n largest of each row, best first, ties to the lower one."""
+    return np.argsort(-scores, axis=-1, kind="stable")[:, :n]
 
 
 def dequantised(tensor, rows, dtype):

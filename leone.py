@@ -115,7 +115,7 @@ class Step:
     logits: dict  # row -> its logits, where a request asked for top_logprobs
     began: float
     drafts: bool  # drafts were looked for: the next step is launched when this one was read
-    rows: int  # of decoding sequences; 0 where a prompt was read, too
+    rows: int  # that were to be, of decoding sequences; 0 where a prompt was read, too
 
 
 class Engine:
@@ -488,8 +488,9 @@ class Engine:
         if self.in_flight and self.in_flight[-1].drafts:
             self.deliver_all()
         wants = self.draft_lengths()
-        if wants:
+        if wants and self.in_flight:  # what is drafted follows tokens that are known
             self.deliver_all()
+            wants = {r: n for r, n in wants.items() if r.finish_reason is None}
         launched = self.launch_step(wants)
         while len(self.in_flight) > (self.ops.steps_ahead if launched else 0):
             self.deliver(self.in_flight.popleft())
@@ -562,12 +563,10 @@ class Engine:
     def choose_rows(self, wants):
         """[(request, tokens, position, wanted)]: decoding sequences, each with its drafts, then
         chunks of prompts."""
-        decoding, chosen = self.decoding(), []
-        wants = {request: wants[request] for request in decoding if request in wants}
-        drafts = self.proposer.propose(wants) if wants else {}
+        chosen, drafts = [], self.proposer.propose(wants) if wants else {}
         for request in wants.keys() - drafts.keys():
             self.controller.learn(request, 0)
-        for request in decoding:
+        for request in self.decoding():
             token = request.tokens[-1] if len(request.tokens) == request.sampled else FEED
             ids = [token, *drafts.get(request, ())]
             chosen.append((request, ids, len(request.prompt) + request.sampled - 1, len(ids)))
@@ -635,11 +634,12 @@ class Engine:
             first = wanted and request.sampled == 1 and not self.cfg.n_state_layers
             if first or request.read in request.marks:
                 self.remember(request, request.prompt[:request.read])
-        self.in_flight.append(Step(chosen, result, rows_of_logits, began, bool(wants),
-                                   rows if rows == len(sampled) else 0))
+        decoding = sum(not commits for *_, commits in spans)
+        wanted = decoding + sum(wants.values()) if decoding == len(spans) else 0
+        self.in_flight.append(Step(chosen, result, rows_of_logits, began, bool(wants), wanted))
         self.steps += 1
         self.counts.update(rows=rows, steps_of_16_rows=int(len(sampled) >= 16),
-                           sweeps=int(any(position >= len(r.prompt) for r, _, position, _ in chosen)))
+                           sweeps=int(decoding > 0))
         return True
 
     def deliver(self, step):

@@ -78,17 +78,17 @@ class Controller:
     """Chooses how many drafts each sequence gets in the next step, for the most tokens a second.
 
     It knows two things by measurement: how often drafts prove right, by their place in the draft,
-    of each sequence and of all together; and how long steps take, by their rows, without drafts and
-    with them (such steps wait for each other). What it knows ages: chances drift back to OPTIMISM
-    and times fall, by AGE a step, until what was given up is tried again. A trial that costs a
-    share c of a step comes about every c / (1 - AGE) steps, so that trials of one kind cost about
-    1 - AGE in all, however dear each is.
+    of each sequence and of all together; and how long steps take, without drafts and with them
+    (these wait for each other), by the rows that they have if all drafts come that were asked for.
+    What it knows ages: chances drift back to OPTIMISM and times fall, by AGE a step, until what was
+    given up is tried again. A trial that costs a share c of a step comes about every c / (1 - AGE)
+    steps, so that trials of one kind cost about 1 - AGE in all, however dear each is.
     """
     AGE = 0.998
     WINDOW = 0.9  # an outcome weighs so much less with each that follows
     OPTIMISM = 0.5  # the chance of a draft where nothing is known
     SMOOTHING = 0.2  # share of a new time in the average, more where that is old
-    SIZES = np.array([*range(1, 9), *(n << i for i in range(3, 16) for n in (2, 3))])  # of steps
+    SIZES = np.array([*range(1, 9), *(n << i for i in range(3, 16) for n in (2, 3))])  # in rows
     WARM_UP = 2  # first steps of a size that do not count: they load kernels and capture graphs
 
     def __init__(self, n_slots, fixed=None):
@@ -121,7 +121,7 @@ class Controller:
         allowed = np.arange(MAX_DRAFT) < np.array(list(limits.values()))[:, None]
         gains = np.where(allowed, chances[:, 1:], 0).ravel()
         order = np.argsort(-gains, kind="stable")[:np.count_nonzero(gains)]  # best drafts first
-        rows = count + np.cumsum(chances[order // MAX_DRAFT, 0])
+        rows = count + 1 + np.arange(order.size)
         # No more than twice the rows that any step had: what lies beyond is not known.
         largest = max(self.known(False).max(), self.known(True).max(initial=0))
         order = order[rows <= 2 * self.SIZES[largest]]
@@ -149,7 +149,7 @@ class Controller:
         return np.interp(np.searchsorted(self.SIZES, rows), known, self.seconds[int(drafts), known] * self.AGE ** age)
 
     def time(self, rows, drafts, seconds):
-        """A step of decoding sequences with so many rows took so long."""
+        """A step of decoding sequences took so long, which was to have so many rows."""
         at = int(drafts), np.searchsorted(self.SIZES, rows)
         self.count[at] += 1
         if self.count[at] > self.WARM_UP:

@@ -84,7 +84,7 @@ class Controller:
     given up is tried again. A trial that costs a share c of a step comes about every c / (1 - AGE)
     steps, so that trials of one kind cost about 1 - AGE in all, however dear each is.
     """
-    AGE = 0.998
+    AGE = 0.999
     WINDOW = 0.9  # an outcome weighs so much less with each that follows
     OPTIMISM = 0.5  # the chance of a draft where nothing is known
     SMOOTHING = 0.2  # share of a new time in the average, more where that is old

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 PAGE = 64  # tokens of a page
+GRAPH_SIZES = 1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128  # rows of decode batches that have a graph
 
 
 @dataclass
@@ -52,10 +53,19 @@ class Batch:
         return cls(*arrays, page_table, np.array(tiles, np.int32).reshape(-1, 4),
                    np.array(whole, np.int32).reshape(-1, 6), np.array(logit_rows, np.int32))
 
-    def padded_to(self, rows, tiles, spans):
-        """The same batch with padding up to so many rows, each wanting logits that nobody reads,
-        and with tiles and spans of no rows. Only for decode batches: every row wants its logits.
+    def for_graph(self):
+        """(the same batch padded to one of few sizes, that size), for a batch that decodes: every
+        row wants its logits, and so do the rows of padding. Others stay as they are, size None.
+
+        Padding adds rows without a slot, and tiles and spans without rows. Tiles stay fewer than
+        rows where they were: see device.attention.
         """
+        bucket = lambda count: next((size for size in GRAPH_SIZES if size >= count), 0)
+        n, tiles, spans = len(self.tokens), bucket(len(self.tiles)), bucket(len(self.spans))
+        rows = bucket(max(n, tiles + (n > len(self.tiles))))
+        if n != len(self.logit_rows) or not (rows and tiles and spans):
+            return self, None
+
         def extend(array, count, value):
             more = np.full((count - len(array), *array.shape[1:]), value, np.int32)
             return np.concatenate([array, more])
@@ -63,7 +73,8 @@ class Batch:
         return Batch(extend(self.tokens, rows, -2), extend(self.positions, rows, 0),
                      extend(self.slots, rows, -1), extend(self.rope_sets, rows, 0),
                      self.page_table, extend(self.tiles, tiles, no_rows[:4]),
-                     extend(self.spans, spans, no_rows), np.arange(rows, dtype=np.int32))
+                     extend(self.spans, spans, no_rows), np.arange(rows, dtype=np.int32)
+                     ), (rows, tiles, spans)
 
 
 class PagePool:

@@ -41,7 +41,6 @@ from tokenizer import Tokenizer
 
 VERSION = "0.1.0"
 FEED = -1  # token of a row whose token is still on the device: the last one sampled for its slot
-DECODE_BUCKETS = 1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128  # row counts that have a graph
 LOGIT_ROWS = 64  # rows of logits computed at a time when all are wanted
 SNAPSHOT_TOKENS = 8192  # of a long prompt, after which the recurrent state is remembered
 
@@ -111,6 +110,7 @@ class Request:
 class Step:
     """A launched step, whose tokens are still to be read."""
     chosen: list  # see Engine.choose_rows
+    h: object  # the residual stream of its rows, until the next step is launched
     result: object  # waits and gives (tokens, log probabilities) of the rows that want them
     logits: dict  # row -> its logits, where a request asked for top_logprobs
     began: float
@@ -157,8 +157,11 @@ class Engine:
             self.proposer = spec.proposer(draft, self)
             self.prefill_chunk, self.max_rows = prefill_chunk, max_rows
             self.queue_limit, self.queue_tokens = queue, queue_tokens
+            self.pending = 1 + spec.MAX_DRAFT * bool(self.proposer)  # rows of a decoding sequence
             n_pages, longest = self.plan_pages(kv, context)
-            self.kv = self.ops.pages(self.cfg, n_pages, kv)
+            if self.proposer:
+                self.proposer.allocate(n_pages, kv)
+            self.kv = self.ops.pages(self.cfg, n_pages, kv, self.max_sessions + 1, self.pending)
             self.controller = spec.Controller(self.max_sessions + 1, draft_length)
             self.pool = PagePool(n_pages)
             self.prefixes = (SnapshotCache(self.pool, state_cache) if self.cfg.n_state_layers
@@ -173,6 +176,7 @@ class Engine:
         self.lock = threading.Lock()  # of the queue: requests come from any thread
         self.on_event = lambda request: None  # called when a request has events or has ended
         self.steps, self.counts, self.closed = 0, Counter(), False
+        self.last_step = None
         self.delivered = 0.0  # time at which the tokens of the last step were there
         self.seconds_held = 0.0  # moving average of how long a request holds its pages
         self.tile_tokens = self.ops.tile_tokens(self.cfg)
@@ -182,7 +186,10 @@ class Engine:
         longest = -(-self.cfg.n_ctx // PAGE)
         if context is not None:
             return -(-context // PAGE), min(longest, -(-context // PAGE))
-        room = int(self.ops.free_memory() * 0.9) // (PAGE * self.cfg.kv_bytes_per_token(kv))
+        room = int(self.ops.free_memory() * 0.9)
+        room -= (self.max_sessions + 1) * self.cfg.state_bytes(self.pending)
+        drafter = self.proposer.cfg if isinstance(self.proposer, spec.DraftModel) else None
+        room //= PAGE * sum(cfg.kv_bytes_per_token(kv) for cfg in (self.cfg, drafter) if cfg)
         if room < 1:
             raise DeviceError("no memory is left for the KV cache; use a smaller model or --kv q8")
         n_pages = min(room, longest * self.max_sessions)
@@ -338,6 +345,7 @@ class Engine:
             raise RequestError(f"{len(ids)} tokens do not fit: a sequence can have {free} now; "
                                "shorten the text", code="context_length_exceeded")
         pages, slot = self.pool.take(count), self.free_slots.pop()
+        self.last_step = None  # what it left on the device is overwritten now
         self.page_table[slot, :count] = pages
         chunk = min(self.prefill_chunk, LOGIT_ROWS)
         rope_set, rows = self.rope_set(len(ids)), []
@@ -346,14 +354,16 @@ class Engine:
                 part = ids[at:at + chunk]
                 batch = Batch.of([(slot, at, part, rope_set, len(part))], self.page_table,
                                  self.tile_tokens)
-                rows.append(self.ops.download(self.forward(self.ops.upload_batch(batch))))
+                rows.append(self.ops.download(self.forward(self.ops.upload_batch(batch))[0]))
         finally:
             self.pool.give(pages)
             self.free_slots.append(slot)
         return np.concatenate(rows)
 
     def forward(self, batch):
-        return model.forward(self.cfg, self.weights, batch, self.kv, self.ops)
+        """(logits of the rows that want them, the residual stream after the last layer)."""
+        h = model.trunk(self.cfg, self.weights, batch, self.kv, self.ops)
+        return model.output(self.cfg, self.weights, h, batch, self.ops), h
 
     def checked_ids(self, ids):
         """`ids` as a list of integers. Raises RequestError if they are no prompt."""
@@ -607,21 +617,7 @@ class Engine:
                   int(position < len(r.prompt))) for r, ids, position, wanted in chosen]
         batch = Batch.of(spans, self.page_table, self.tile_tokens)
         sampled = [(r, i) for r, _, _, wanted in chosen for i in range(wanted)]
-        rows, key = len(batch.tokens), None
-        if self.ops.captures and rows == len(sampled):
-            key = graph_sizes(batch)
-            batch = batch.padded_to(*key) if key else batch
-        draws = np.zeros(len(batch.logit_rows), ROW)  # zeros are padding
-        for row, (request, i) in enumerate(sampled):
-            draws[row] = request.draw
-            draws[row]["position"] = len(request.prompt) + request.sampled + i
-        batch, draws = self.ops.upload_batch(batch), self.ops.upload_draws(draws)
-
-        def run():
-            logits = self.forward(batch)
-            return *self.ops.sample(logits, draws, batch), logits
-
-        *result, logits = self.ops.run(key, run)
+        *result, logits, h = self.draw("", self.forward, batch, sampled)
         result = self.ops.fetch(result)
         # Rare and large: these rows wait for their step here, before the next one overwrites them.
         rows_of_logits = {row: self.ops.download_row(logits, row)
@@ -636,11 +632,34 @@ class Engine:
                 self.remember(request, request.prompt[:request.read])
         decoding = sum(not commits for *_, commits in spans)
         wanted = decoding + sum(wants.values()) if decoding == len(spans) else 0
-        self.in_flight.append(Step(chosen, result, rows_of_logits, began, bool(wants), wanted))
+        self.last_step = Step(chosen, h, result, rows_of_logits, began, bool(wants), wanted)
+        self.in_flight.append(self.last_step)
+        if self.proposer:
+            self.proposer.observe(self.last_step)
         self.steps += 1
-        self.counts.update(rows=rows, steps_of_16_rows=int(len(sampled) >= 16),
+        self.counts.update(rows=len(batch.tokens), steps_of_16_rows=int(len(sampled) >= 16),
                            sweeps=int(decoding > 0))
         return True
+
+    def draw(self, name, forward, batch, sampled):
+        """Launch a forward pass and the drawing of tokens: (tokens, log probabilities, logits, h).
+
+        name: of the graphs, None for no graph. forward: batch -> (logits, h). sampled: for each row
+        of logits (request, i), which draws the request's next token but i.
+        """
+        size = None
+        if self.ops.captures and name is not None:
+            batch, size = batch.for_graph()
+        draws = np.zeros(len(batch.logit_rows), ROW)  # zeros are padding
+        for row, (request, i) in enumerate(sampled):
+            draws[row] = request.draw
+            draws[row]["position"] = len(request.prompt) + request.sampled + i
+        batch, draws = self.ops.upload_batch(batch), self.ops.upload_draws(draws)
+
+        def run():
+            logits, h = forward(batch)
+            return *self.ops.sample(logits, draws, batch), logits, h
+        return self.ops.run(size and (name, *size), run)
 
     def deliver(self, step):
         """Wait for a launched step and hand its tokens out."""
@@ -733,17 +752,6 @@ class Engine:
             **{name: self.counts[name] for name in (
                 "rows", "steps_of_16_rows", "sweeps", "prompt_tokens", "cached_tokens",
                 "generated_tokens", "drafted_tokens", "accepted_tokens")}}
-
-
-def graph_sizes(batch):
-    """(rows, tiles, spans) to pad a decode batch to, so that few graphs serve all; or None where
-    there is no graph that large. Tiles stay fewer than rows where they were: see device.attention.
-    """
-    rows, tiles = len(batch.tokens), len(batch.tiles)
-    bucket = lambda count: next((b for b in DECODE_BUCKETS if b >= count), 0)
-    padded = bucket(tiles)
-    sizes = bucket(max(rows, padded + (rows > tiles))), padded, bucket(len(batch.spans))
-    return sizes if all(sizes) else None
 
 
 def most_likely(logits, count, token, logprob):

@@ -970,7 +970,11 @@ def forward(cfg, weights, batch, kv, ops, see=unseen):
     slots. `see(name, layer, value)` is shown every intermediate buffer: `leone.py diff` compares
     two backends with it.
     """
-    h = trunk(cfg, weights, batch, kv, ops, see)
+    return output(cfg, weights, trunk(cfg, weights, batch, kv, ops, see), batch, ops, see)
+
+
+def output(cfg, weights, h, batch, ops, see=unseen):
+    """Logits of batch.logit_rows from the residual stream after the last layer."""
     x = ops.rmsnorm(h, weights.output_norm, cfg.rms_eps, batch.logit_rows)
     see("output_norm", -1, x)
     logits = ops.linear(x, weights.output)

@@ -22,7 +22,12 @@ sampling and no approximation, because of what the engine promises anyway:
 What a proposer suggests, and how many tokens the Controller asks it for, may depend on timing and
 on other requests. It decides how fast the tokens come, never which.
 """
+from itertools import takewhile
+
 import numpy as np
+
+import model
+from kv import Batch
 
 MAX_DRAFT = 8  # most drafts of a sequence in one step
 
@@ -37,8 +42,21 @@ class Proposer:
         """
         raise NotImplementedError
 
+    def allocate(self, n_pages, kv_format):
+        """Make room for KV of one's own, if any, under the page numbers of the engine's."""
+
+    def observe(self, step):
+        """The engine has launched `step`, whose tokens are not known yet."""
+
     def forget(self, request):
         """The request has ended."""
+
+
+def tokens_of(request, start, end=None):
+    """Prompt and answer of a request from place `start` to place `end`."""
+    count = len(request.prompt)
+    answer = request.tokens[max(0, start - count):end if end is None else max(0, end - count)]
+    return request.prompt[start:end] + answer
 
 
 class NGram(Proposer):
@@ -63,7 +81,7 @@ class NGram(Proposer):
         """The latest place of each n-gram that has a token behind it."""
         ids, places = self.indexes.setdefault(request, ([], {}))
         known = len(ids)
-        ids += request.prompt[known:] + request.tokens[max(0, known - len(request.prompt)):]
+        ids += tokens_of(request, known)
         for at in range(max(known, 1), len(ids)):
             for size in self.SIZES:
                 if size <= at:
@@ -72,6 +90,135 @@ class NGram(Proposer):
 
     def forget(self, request):
         self.indexes.pop(request, None)
+
+
+class DraftModel(Proposer):
+    """A smaller model with the same tokens. It draws its drafts with the parameters and the noise
+    that the engine will draw with, so that the two differ no more often than the models do."""
+
+    def __init__(self, path, engine):
+        gguf = model.GGUF(path)
+        words = [list(file.value("tokenizer.ggml.tokens", model.Strings, ()))
+                 for file in (gguf, engine.gguf)]
+        if words[0] != words[1]:
+            gguf.fail("a draft model must have the tokens of the model that it drafts for; choose "
+                      "another one, or --draft ngram")
+        self.engine, self.read = engine, {}  # request -> tokens whose KV is there
+        self.cfg, self.weights = model.load(gguf, engine.ops)
+        if self.cfg.n_state_layers:
+            gguf.fail("a draft model cannot be a recurrent one; choose another, or --draft ngram")
+        self.tile_tokens = engine.ops.tile_tokens(self.cfg)
+
+    def allocate(self, n_pages, kv_format):
+        self.kv = self.engine.ops.pages(self.cfg, n_pages, kv_format)
+
+    def propose(self, wants):
+        """Reads what is new, at most a chunk in all: who has more to read waits for its drafts."""
+        room, spans, drafts = self.engine.prefill_chunk, [], {}
+        for request, most in wants.items():
+            start = self.read.get(request, 0)
+            new = tokens_of(request, start)
+            if len(new) <= room:
+                drafts[request] = []
+            spans.append(self.span(request, start, new[:room], request in drafts))
+            self.read[request] = start + len(new[:room])
+            room -= len(new[:room])
+        going = list(drafts)
+        for i in range(max(wants.values())):
+            for request, token in zip(going, self.draw(spans, going, i)):
+                drafts[request].append(token)
+            going = [r for r in going if i + 1 < wants[r] and drafts[r][-1] >= 0]
+            spans = [self.span(r, self.read[r] + i, drafts[r][-1:], True) for r in going]
+            if not going:
+                break
+        return valid(drafts, self.engine.cfg.n_vocab)
+
+    def span(self, request, position, ids, wanted):
+        long = len(request.prompt) + request.max_tokens > self.cfg.rope_long_from
+        return (request.slot, position, ids, int(len(self.cfg.rope_sets) > 1 and long), int(wanted))
+
+    def draw(self, spans, requests, place):
+        forward = lambda batch: (
+            model.forward(self.cfg, self.weights, batch, self.kv, self.engine.ops), None)
+        batch = Batch.of([span for span in spans if span[2]], self.engine.page_table,
+                         self.tile_tokens)
+        drawn = self.engine.draw("draft", forward, batch, [(r, place) for r in requests])
+        return self.engine.ops.fetch(drawn[:1])()[0].tolist()
+
+    def forget(self, request):
+        self.read.pop(request, None)
+
+
+class Mtp(Proposer):
+    """The model's own head: from the last layer's result at a position and the token behind it, it
+    drafts the token behind that, and goes on from there.
+
+    It has KV of its own in the pages of the sequence, one layer more. What it has not seen, because
+    the engine ran ahead without drafts, it does without. Its batches have the rows of the step that
+    it follows, with nothing in those that it does not need: so its input stays where it is.
+    """
+
+    def __init__(self, engine):
+        self.engine = engine
+
+    def observe(self, step):
+        """Follow the prompts that the step reads, as far as the next token is known already."""
+        active, row = {}, 0
+        for request, ids, position, _ in step.chosen:
+            known = request.prompt[position + 1:position + len(ids) + 1]
+            if known and request.most_drafts:
+                active[request] = row, position, known
+            row += len(ids)
+        if active:
+            self.draw(self.hidden(step), active)
+
+    def propose(self, wants):
+        """First the pairs of the last step that are known by now, then draft after draft."""
+        step, active, row = self.engine.last_step, {}, 0
+        for request, ids, position, _ in step.chosen if step else ():
+            skip = max(0, len(request.prompt) - 1 - position)  # what was observed
+            if request in wants:
+                known = tokens_of(request, position + skip + 1, position + len(ids) + 1)
+                active[request] = row + skip, position + skip, known
+            row += len(ids)
+        drafts, hidden = {request: [] for request in active}, active and self.hidden(step)
+        for place in range(max(wants.values()) if active else 0):
+            tokens, hidden = self.draw(hidden, active, place)
+            for (request, (row, position, ids)), token in zip(active.items(), tokens):
+                drafts[request].append(token)
+                active[request] = row + len(ids) - 1, position + len(ids), [token]
+        drafts = {request: draft[:wants[request]] for request, draft in drafts.items()}
+        return valid(drafts, self.engine.cfg.n_vocab)
+
+    def hidden(self, step):
+        engine = self.engine
+        return engine.ops.rmsnorm_f32(step.h, engine.weights.output_norm, engine.cfg.rms_eps)
+
+    def draw(self, hidden, active, place=None):
+        """(a token for each request, the next `hidden`); no tokens without a place in the draft.
+
+        active: {request: (first row, position, tokens behind the rows' own)}, in rising order.
+        """
+        engine, spans, end = self.engine, [], 0
+        for request, (row, position, ids) in active.items():
+            spans.append((-1, 0, [-2] * (row - end), 0, 0))
+            spans.append((request.slot, position, ids, request.rope_set, int(place is not None)))
+            end = row + len(ids)
+        spans.append((-1, 0, [-2] * (hidden.shape[0] - end), 0, 0))
+        batch = Batch.of([span for span in spans if span[2]], engine.page_table,
+                         engine.tile_tokens)
+        forward = lambda batch: model.draft(engine.cfg, engine.weights, hidden, batch, engine.kv,
+                                            engine.ops)
+        wanted = [] if place is None else [(request, place) for request in active]
+        tokens, _, _, hidden = engine.draw(None, forward, batch, wanted)
+        return engine.ops.fetch([tokens])()[0].tolist() if wanted else [], hidden
+
+
+def valid(drafts, n_vocab):
+    """The drafts up to the first token that is none: of broken logits, or one row too many."""
+    drafts = {request: list(takewhile(lambda token: 0 <= token < n_vocab, draft))
+              for request, draft in drafts.items()}
+    return {request: draft for request, draft in drafts.items() if draft}
 
 
 class Controller:
@@ -178,4 +325,8 @@ def proposer(name, engine):
     Raises ModelError."""
     if name == "off":
         return None
-    return NGram()
+    if name == "mtp" and not engine.cfg.n_mtp:
+        engine.gguf.fail("the file has no draft head (MTP); use --draft ngram")
+    if name == "mtp" or name == "auto" and engine.cfg.n_mtp:
+        return Mtp(engine)
+    return NGram() if name in ("ngram", "auto") else DraftModel(name, engine)

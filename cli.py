@@ -217,7 +217,7 @@ def report(args, engine, request, load_seconds):
     prefill = (request.first_token or request.finished) - request.submitted
     decode = request.finished - request.first_token if tokens else 0.0
     rate = (tokens - 1) / decode if tokens > 1 and decode > 0 else 0.0
-    gigabytes = rate * engine.bytes_per_token / 1e9
+    gigabytes = rate * engine.bytes_per_step(1) / 1e9
     if args.json:
         print(json.dumps({
             "prompt_tokens": request.prompt, "tokens": request.tokens, "text": request.text,

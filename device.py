@@ -10,7 +10,8 @@ import hashlib
 import itertools
 import math
 import struct
-from dataclasses import dataclass
+import weakref
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -157,14 +158,17 @@ STACK = 4  # row blocks that one launch of linear takes
 STAGING_BYTES = 32 << 20  # weights on their way to the card
 KV_FORMATS = {"f32": 0, "f16": 1, "q8": 2}  # as kernels.cu counts them
 Q8_BLOCK = 32  # values along head_dim that share an f16 scale
-# Head sizes of the tensor-core attention kernels, and how many of their blocks a multiprocessor
-# holds.
-ATTENTION_BLOCKS = {64: 4, 96: 4, 128: 4, 256: 3}
+# Values of K and of V in a head, for which there are tensor-core attention kernels, and how many of
+# their blocks a multiprocessor holds. The last two are latent: K holds V.
+ATTENTION_BLOCKS = {(64, 64): 4, (80, 80): 4, (96, 96): 4, (128, 128): 4, (192, 192): 3,
+                    (256, 256): 3, (320, 256): 2, (576, 512): 1}
 ATTENTION_ROWS = 16  # (token, query head) pairs of one attention tile; twice that in a wide one
+ATTENTION_THREADS, LATENT_THREADS = 128, 256  # of a block
 WIDEST_HEAD = 128  # for which there are wide tiles
 SEGMENT = 256  # positions under one running softmax
 PARTS_LIMIT = 1 << 28  # bytes of scratch for segments that wait to be merged
 ROW_THREADS = 1024  # of the kernels that hold a row in a block
+DELTA_DIM = 128  # values of a head in the gated delta net
 
 # How kernels.cu holds weights of a format (see `Packed` there), in the order of enum WeightFormat:
 # 32-bit words of a lane for a chunk, bytes of scales of a 16-row tile for a part.
@@ -176,6 +180,9 @@ BLOCK_THREADS = 256  # of every kernel that packs or multiplies matrices
 # Kernels for more than 16 rows: rows and columns of y that a block holds, and the groups of warps
 # that take parts of K in turn (see `BlockShape` in kernels.cu).
 SOME_ROWS, MANY_ROWS = ("linear_some", 32, 64, 2), ("linear_many", 64, 256, 1)
+# The same two ways for experts, of which many have few tokens; see linear_experts_8.
+EXPERT_THREADS, EXPERT_BLOCKS = 128, 6  # of a block, and blocks that a multiprocessor holds
+MOST_EXPERTS = 512  # that `route` can choose from
 
 
 def packing_of(tensor):
@@ -201,24 +208,37 @@ class RowBlock:
 
 @dataclass(frozen=True)
 class Matrix:
-    """A stack of row blocks [rows, cols] in device memory."""
-    blocks: tuple
-    weight_scale: Buffer  # f32 [rows], powers of two that multiply the product of a row
+    """A stack of row blocks [rows, cols] in device memory, or `count` of them, of experts."""
+    blocks: tuple  # each with the tiles of all experts, one after the other
+    weight_scale: Buffer  # f32 [count, rows], powers of two that multiply the product of a row
     bias: Buffer | None  # f32 [rows]
     rows: int
     cols: int
+    count: int
+
+
+@dataclass(frozen=True)
+class Routes:
+    """Which experts a token goes to and how much each counts, and the work that this makes."""
+    experts: Buffer  # int32 [rows, k], ascending, -1 for padding
+    weights: Buffer  # f32 [rows, k]
+    pairs: Buffer  # int32 [rows * k]: places in `experts`, sorted by expert
+    items: Buffer  # int32 [n, 4], see route_items in kernels.cu
+    tile: int  # most pairs of an item
 
 
 @dataclass(frozen=True)
 class Pages:
     """KV storage [layer, page, kv head, K|V, PAGE, head_dim]; q8 has its scales behind each block.
 
-    Pages start as zeros and are only written by rope_kv and copy_page: they never hold NaN.
+    Latent attention stores K alone, whose first values are V. Pages start as zeros and are only
+    written by rope_kv, rope_latent and copy_page: they never hold NaN.
     """
     data: Buffer
-    n_layers: int
+    n_layers: int  # that hold KV
     n_pages: int
     format: str
+    states: object = None  # of recurrent layers
 
     @property
     def nbytes(self):
@@ -236,6 +256,34 @@ class Pages:
                 for page in pages for layer in range(self.n_layers)]
 
 
+@dataclass(frozen=True)
+class States:
+    """Recurrent state f32 [slot, layer, .]: first S [v head, d of v, d of k], then the ring of
+    `ring` records of `record_values` values; see States in reference.py."""
+    data: Buffer
+    nbytes: int
+    ring: int
+    record_values: int
+    saves: list = field(default_factory=list)  # pinned blocks of one slot's size that nobody holds
+
+    def of(self, slot):
+        """The state of `slot` in all layers, as a Buffer of bytes."""
+        size = self.nbytes // self.data.shape[0]
+        return self.data.view((size,), np.uint8, slot * size)
+
+
+def attention_problem(cfg, kv_format):
+    """Why no attention kernel fits this model, in one line, or None. Latent attention takes any
+    number of query heads: those of one token may fill several tiles."""
+    if cfg.n_heads > cfg.n_kv_heads * ATTENTION_ROWS and not cfg.latent:
+        return f"{cfg.n_heads} query heads share {cfg.n_kv_heads} KV heads: use --backend cpu"
+    if ((cfg.head_dim, cfg.value_dim) not in ATTENTION_BLOCKS
+            and not (kv_format == "f32" and cfg.head_dim in range(32, 257, 32))):
+        return f"no kernel for heads of {cfg.head_dim} values: use --backend cpu"
+    if kv_format == "q8" and cfg.head_dim % Q8_BLOCK:
+        return f"no q8 kernel for heads of {cfg.head_dim} values: use --kv f16"
+
+
 def few_shares(blocks, total):
     """How many of `total` thread blocks work on each row block: by bytes, a tile each at most."""
     tiles = [-(-b.rows // TILE_ROWS) for b in blocks]
@@ -243,6 +291,21 @@ def few_shares(blocks, total):
         return tiles
     nbytes = sum(b.packed.nbytes for b in blocks)
     return [min(n, max(1, total * b.packed.nbytes // nbytes)) for n, b in zip(tiles, blocks)]
+
+
+def staged_shares(blocks, height, columns, groups):
+    """Thread blocks of each row block and bytes of shared memory of a kernel for more rows."""
+    # Two steps of two chunks a group: words of x and of the tiles (F16 has its own way), then the
+    # totals that go from group to group.
+    words = max(0 if b.format == "F16" else PACKINGS[b.format][0] for b in blocks)
+    smem = 4 * groups * (128 * height + 8 * columns * words)
+    smem += 4 * height * columns if groups > 1 else 0
+    return [-(-b.rows // columns) for b in blocks], smem
+
+
+def tile_of(tokens):
+    """Most tokens of an item, by how many an expert has on average."""
+    return FEW_ROWS if tokens <= FEW_ROWS else SOME_ROWS[1]
 
 
 # ---- the backend -------------------------------------------------------------------------------
@@ -419,30 +482,44 @@ class Device:
         """Stack the row blocks `tensors`, each [rows, cols], with an optional bias [rows].
 
         Weights keep their format; one that has no kernel becomes F16. Neighbours of one format are
-        packed together.
+        packed together. Tensors [experts, rows, cols] give a stack for each expert.
         """
-        rows, cols = sum(t.shape[0] for t in tensors), tensors[0].shape[1]
+        stack = [tensor.parts() for tensor in tensors]
+        count, rows = len(stack[0]), sum(parts[0].shape[0] for parts in stack)
+        cols = tensors[0].shape[-1]
         if cols % 4:
             raise DeviceError(f"the CUDA kernels read four columns at a time, and a matrix of this "
                               f"model has {cols}: use --backend cpu")
-        weight_scale = self.alloc(4 * rows, "weights").view((rows,), np.float32)
+        weight_scale = self.alloc(4 * count * rows, "weights").view((count, rows), np.float32)
 
-        def block_of(tensor):  # the same for neighbours of one format that fill whole tiles
-            return packing_of(tensor), tensor.shape[0] % TILE_ROWS and id(tensor)
+        def block_of(parts):  # the same for neighbours of one format that fill whole tiles
+            return packing_of(parts[0]), parts[0].shape[0] % TILE_ROWS and id(parts)
 
         blocks, row = [], 0
-        for (format, _), members in itertools.groupby(tensors, block_of):
-            members, first = list(members), 0
-            packed = self.alloc(packed_bytes(format, sum(t.shape[0] for t in members), cols),
-                                "weights")
-            for tensor in members:
-                self.repack(tensor, packed.view((), offset=packed_bytes(format, first, cols)),
-                            weight_scale.view((), offset=4 * (row + first)))
-                first += tensor.shape[0]
-            blocks.append(RowBlock(packed, format, first))
-            row += first
+        for (format, _), members in itertools.groupby(stack, block_of):
+            members = list(members)
+            height = sum(parts[0].shape[0] for parts in members)
+            nbytes = packed_bytes(format, height, cols)
+            packed = self.alloc(count * nbytes, "weights")
+            for expert in range(count):
+                first = 0
+                for tensor in (parts[expert] for parts in members):
+                    at = expert * nbytes + packed_bytes(format, first, cols)
+                    self.repack(tensor, packed.view((), offset=at), weight_scale.view(
+                        (), offset=4 * (expert * rows + row + first)))
+                    first += tensor.shape[0]
+            blocks.append(RowBlock(packed, format, height))
+            row += height
         return Matrix(tuple(blocks), weight_scale, None if bias is None else self.vector(bias),
-                      rows, cols)
+                      rows, cols, count)
+
+    def experts(self, tensors):
+        """Stack the row blocks of `tensors`, each [experts, rows, cols], for each expert."""
+        count = tensors[0].shape[0]
+        if count > MOST_EXPERTS:
+            raise DeviceError(f"the CUDA kernels know at most {MOST_EXPERTS} experts a layer, this "
+                              f"model has {count}: use --backend cpu")
+        return self.matrix(tensors)
 
     def repack(self, tensor, packed, weight_scale):
         """Bring a tensor to the card in pieces, and into packed order there."""
@@ -466,28 +543,37 @@ class Device:
     def vector(self, array):
         return self.upload(np.asarray(array, np.float32), "weights")
 
-    def pages(self, cfg, n_pages, kv_format):
-        """Zeroed storage for `n_pages` pages of all layers. Raises DeviceError."""
-        fits = (cfg.head_dim in ATTENTION_BLOCKS if kv_format != "f32" else
-                cfg.head_dim % Q8_BLOCK == 0 and cfg.head_dim <= 256)
-        if not fits:
-            raise DeviceError(
-                f"the CUDA kernels have no attention for heads of {cfg.head_dim} values; they "
-                f"have {', '.join(map(str, ATTENTION_BLOCKS))}: use --backend cpu")
-        self.tile_tokens(cfg)  # raises if the group is too large
+    def pages(self, cfg, n_pages, kv_format, n_states=0, pending=1):
+        """Zeroed storage for `n_pages` pages of all layers, with `states` for the recurrent layers
+        of `n_states` sequences. Raises DeviceError."""
+        problem = attention_problem(cfg, kv_format)
+        if problem:
+            raise DeviceError(problem)
         for key in [key for key in self.scratch if key[0] == "repack"]:  # the weights are there
             self.free(self.scratch.pop(key))
         data = self.alloc(n_pages * PAGE * cfg.kv_bytes_per_token(kv_format), "kv")
         call("cuMemsetD8Async", data.ptr, 0, max(data.nbytes, 16), self.stream)
-        return Pages(data, cfg.n_layers, n_pages, kv_format)
+        states = self.states(cfg, n_states, pending) if cfg.n_state_layers else None
+        return Pages(data, cfg.n_kv_layers, n_pages, kv_format, states)
+
+    def states(self, cfg, n_states, pending):
+        """Zeroed recurrent state of `n_states` slots; a step leaves at most `pending` tokens
+        pending. Raises DeviceError."""
+        heads, dim = cfg.delta_v_heads, cfg.delta_dim
+        if dim != DELTA_DIM or heads % 2:
+            raise DeviceError(f"the CUDA kernels take delta nets with an even number of heads of "
+                              f"{DELTA_DIM} values, not {heads} of {dim}: use --backend cpu")
+        ring = max(2 * pending, pending + cfg.conv_width - 1)
+        record = 2 * cfg.delta_channels - cfg.delta_k_heads * dim + 2 * heads
+        shape = n_states, cfg.n_state_layers, heads * dim * dim + ring * record
+        data = self.alloc(4 * math.prod(shape), "states").view(shape, np.float32)
+        call("cuMemsetD8Async", data.ptr, 0, max(data.nbytes, 16), self.stream)
+        return States(data, data.nbytes, ring, record)
 
     def tile_tokens(self, cfg):
-        """Most rows of one attention tile: consecutive tokens of a sequence. Raises DeviceError."""
-        group = cfg.n_heads // cfg.n_kv_heads
-        if group > ATTENTION_ROWS:
-            raise DeviceError(f"the CUDA kernels share a KV head among at most {ATTENTION_ROWS} "
-                              f"query heads, this model among {group}: use --backend cpu")
-        return ATTENTION_ROWS * (2 if cfg.head_dim <= WIDEST_HEAD else 1) // group
+        """Most rows of one attention tile: consecutive tokens of a sequence."""
+        tile_rows = ATTENTION_ROWS * (2 if cfg.head_dim <= WIDEST_HEAD else 1)
+        return max(1, tile_rows // (cfg.n_heads // cfg.n_kv_heads))
 
     # ---- steps: upload, run, fetch -----------------------------------------------------------
 
@@ -574,7 +660,7 @@ class Device:
 
     def stored_bytes(self, tensor):
         """Bytes that a weight tensor takes on the card."""
-        return packed_bytes(packing_of(tensor), *tensor.shape)
+        return sum(packed_bytes(packing_of(part), *part.shape) for part in tensor.parts())
 
     def free_memory(self):
         """Bytes that the driver can still give."""
@@ -634,62 +720,95 @@ class Device:
         return h
 
     def rmsnorm(self, h, weight, eps, rows=None):
-        """x = h / sqrt(mean(h^2) + eps) * weight of h f32 [., cols]: all rows, or int32 `rows`."""
-        cols = h.shape[1]
+        """x = h / sqrt(mean(h^2) + eps) * weight of h f32 [., cols]: all rows, or int32 `rows`.
+
+        cols = len(weight); h may have more columns.
+        """
+        cols = weight.shape[0]
         x = self.activations("rmsnorm", (h if rows is None else rows).shape[0], cols)
         self.launch("rmsnorm", (x.rows, 1, 1), ROW_THREADS,
-                    (h, weight, rows, x.data, x.scale, cols, x.data.shape[1], float(eps)))
+                    (h, weight, rows, x.data, x.scale, cols, h.shape[1], x.data.shape[1],
+                     float(eps)))
+        return x
+
+    def rmsnorm_f32(self, h, weight, eps, rows=None):
+        """The same as f32 [n, cols]: not the input of a matrix product."""
+        n, cols = (h if rows is None else rows).shape[0], weight.shape[0]
+        out = self.buffer("rmsnorm_f32", (n, cols), np.float32)
+        self.launch("rmsnorm_f32", (n, 1, 1), ROW_THREADS,
+                    (h, weight, rows, out, cols, h.shape[1], float(eps)))
+        return out
+
+    def scale_rows(self, values, heads=1, pitch=None, width=None):
+        """x [rows * heads, width]: `heads` pieces, `pitch` apart, of each row of f32 `values`.
+
+        By default the whole row is one piece. What a matrix product takes.
+        """
+        rows, cols = values.shape
+        x = self.activations("scale_rows", rows * heads, width or cols)
+        stride = x.data.shape[1]
+        self.launch("scale_rows", (x.rows, 1, 1), min(ROW_THREADS, stride // 4),
+                    (values, x.data, x.scale, cols, heads, pitch or cols, x.cols, stride))
         return x
 
     def linear(self, x, w, out=None):
         """y [rows, w.rows] f32 = x W^T (+ bias), in the Buffer `out` if there is one."""
         y = out or self.buffer("linear", (x.rows, w.rows), np.float32)
-        self.multiply(x, w, y, add=False)
+        self.multiply(x, w, y)
         return y
 
     def linear_add(self, x, w, h):
         """h += x W^T (+ bias), in place."""
         self.multiply(x, w, h, add=True)
 
-    def multiply(self, x, w, y, add):
-        """Choose a kernel by the number of rows. All of them give the same bits."""
+    def multiply(self, x, w, y, add=False, items=None):
+        """Choose a kernel by the number of rows. All of them give the same bits.
+
+        items: of experts, most tokens of an item, how many there are, and what the kernel takes.
+        """
         if not x.rows:  # a chunk of a prompt wants no logits
             return
+        tile, n_items, *rest = items or (None, 0)
         column = 0
         for i in range(0, len(w.blocks), STACK):
             blocks = w.blocks[i:i + STACK]
-            name, grid, shares, smem = self.linear_shape(x.rows, blocks)
+            name, grid, threads, shares, smem = (
+                self.experts_shape(tile, n_items, blocks) if items else
+                self.linear_shape(x.rows, blocks))
             absent = STACK - len(blocks)
-            self.launch(name, grid, BLOCK_THREADS, (
+            self.launch(name, grid, threads, (
                 x.data, x.scale, w.weight_scale.view((), offset=4 * column),
                 w.bias and w.bias.view((), offset=4 * column), y.view((), offset=4 * column),
                 x.rows, w.rows, chunks_of(w.cols), add,
                 *(b.packed for b in blocks), *(None,) * absent,
                 *(b.rows for b in blocks), *(0,) * absent, *shares, *(0,) * absent,
-                sum(FORMAT_NUMBERS[b.format] << 8 * j for j, b in enumerate(blocks))), smem)
+                sum(FORMAT_NUMBERS[b.format] << 8 * j for j, b in enumerate(blocks)), *rest), smem)
             column += sum(b.rows for b in blocks)
 
     def linear_shape(self, rows, blocks):
-        """Kernel, grid, thread blocks per row block and bytes of shared memory of a product with
-        `rows` rows of x."""
+        """Kernel, grid, threads of a block, thread blocks per row block and bytes of shared memory
+        of a product with `rows` rows of x."""
         if rows <= 16:
             name, room = "linear_few_8" if rows <= 8 else "linear_few_16", 2 * self.multiprocessors
             if rows <= 8 and sum(-(-b.rows // TILE_ROWS) for b in blocks) > room:
                 name, room = "linear_few_8_three", 3 * self.multiprocessors
             shares = few_shares(blocks, room)
-            return name, (sum(shares), 1, 1), shares, 0
-        shares_of = lambda columns: [-(-b.rows // columns) for b in blocks]
-        name, height, columns, groups = MANY_ROWS
+            return name, (sum(shares), 1, 1), BLOCK_THREADS, shares, 0
+        name, *shape = MANY_ROWS
+        shares, smem = staged_shares(blocks, *shape)
         enough = self.multiprocessors * 7 // 10
-        if rows <= 32 or -(-rows // height) * sum(shares_of(columns)) < enough:
-            name, height, columns, groups = SOME_ROWS
-        shares = shares_of(columns)
-        # Two steps of two chunks a group: words of x and of the tiles (F16 has its own way), then
-        # the totals that go from group to group.
-        words = max(0 if b.format == "F16" else PACKINGS[b.format][0] for b in blocks)
-        smem = 4 * groups * (128 * height + 8 * columns * words)
-        smem += 4 * height * columns if groups > 1 else 0
-        return name, (-(-rows // height), sum(shares), 1), shares, smem
+        if rows <= 32 or -(-rows // shape[0]) * sum(shares) < enough:
+            name, *shape = SOME_ROWS
+            shares, smem = staged_shares(blocks, *shape)
+        return name, (-(-rows // shape[0]), sum(shares), 1), BLOCK_THREADS, shares, smem
+
+    def experts_shape(self, tile, n_items, blocks):
+        """The same for `n_items` items of up to `tile` tokens that want one expert."""
+        if tile == FEW_ROWS:
+            shares = few_shares(blocks, EXPERT_BLOCKS * self.multiprocessors // n_items)
+            return "linear_experts_8", (sum(shares), n_items, 1), EXPERT_THREADS, shares, 0
+        shares, smem = staged_shares(blocks, *SOME_ROWS[1:])
+        return "linear_experts_some", (sum(shares), n_items, 1), BLOCK_THREADS, shares, smem
 
     def rope_angles(self, cfg, batch):
         """cos and sin f32 [rows, 2, rope_dim / 2] of position times the row's frequencies."""
@@ -706,62 +825,128 @@ class Device:
     def rope_kv(self, qkv, angles, q_norm, k_norm, cfg, layer, kv, batch):
         """Split qkv f32 [rows, (heads + 2 kv heads) head_dim], norm and rotate q and k, store K, V.
 
-        Returns q [rows, heads * head_dim], f16, or f32 with f32 KV. Rows with a negative slot store
-        nothing.
+        Returns q [rows, heads * head_dim], f16, or f32 with f32 KV. With cfg.q_gated each q is
+        followed by a gate of its size, see sigmoid_gate. Rows with a negative slot store nothing.
         """
         rows, heads = qkv.shape[0], cfg.n_heads + 2 * cfg.n_kv_heads
-        assert qkv.shape[1] == heads * cfg.head_dim
-        q = self.buffer("rope_kv", (rows, cfg.n_heads * cfg.head_dim),
-                        np.float32 if kv.format == "f32" else np.float16)
+        assert qkv.shape[1] == (heads + cfg.n_heads * cfg.q_gated) * cfg.head_dim
+        q = self.queries(rows, cfg, kv)
         self.launch("rope_kv", (rows, -(-heads // 4), 1), 128,
                     (qkv, angles, q_norm, k_norm, q, kv.data, batch.page_table, batch.slots,
                      batch.positions, layer, kv.n_pages, batch.page_table.shape[1], cfg.n_heads,
                      cfg.n_kv_heads, cfg.head_dim, cfg.rope_dim, int(cfg.rope_neox),
-                     KV_FORMATS[kv.format], float(cfg.rms_eps)))
+                     int(cfg.q_gated), KV_FORMATS[kv.format], float(cfg.rms_eps)))
         return q
 
+    def queries(self, rows, cfg, kv):
+        """Scratch for q [rows, heads * head_dim]."""
+        return self.buffer("queries", (rows, cfg.n_heads * cfg.head_dim),
+                           np.float32 if kv.format == "f32" else np.float16)
+
+    def rope_latent(self, content, q, kv_a, angles, kv_norm, cfg, layer, kv, batch):
+        """Queries and key of latent attention, whose key holds the value: rank = cfg.value_dim.
+
+        Returns q [rows, heads * head_dim], f16, or f32 with f32 KV: the `rank` values of a head in
+        `content`, then the rotated last rope_dim of the key_dim values of a head in `q`. Stores as
+        K the last head_dim columns of kv_a: `rank` values, normed, then rope_dim, rotated. Columns
+        of q after the heads and of kv_a before the last head_dim are not read. All f32.
+        """
+        rows, heads = content.shape[0], cfg.n_heads
+        out = self.queries(rows, cfg, kv)
+        self.launch("rope_latent", (rows, -(-(heads + 1) // 4), 1), 128,
+                    (content, q, kv_a, angles, kv_norm, out, kv.data, batch.page_table, batch.slots,
+                     batch.positions, layer, kv.n_pages, batch.page_table.shape[1], heads,
+                     q.shape[1], cfg.key_dim, kv_a.shape[1], cfg.value_dim, cfg.rope_dim,
+                     int(cfg.rope_neox), KV_FORMATS[kv.format], float(cfg.rms_eps)))
+        return out
+
     def attention(self, q, cfg, layer, kv, batch):
-        """x [rows, heads * head_dim] = softmax(q K^T * attn_scale) V over positions 0..own."""
-        heads, dim, (rows, cols) = cfg.n_heads, cfg.head_dim, q.shape
-        assert cols == heads * dim
+        """x [rows, heads * head_dim] = softmax(q K^T * attn_scale) V over positions 0..own.
+
+        With cfg.latent x is [rows * heads, value_dim]: each head goes into its own product.
+        """
+        heads, dim, width, rows = cfg.n_heads, cfg.head_dim, cfg.value_dim, q.shape[0]
+        assert q.shape[1] == heads * dim
+        row_heads = 1 if cfg.latent else heads  # of a row of x
+        x_rows, cols = rows * heads // row_heads, row_heads * width
         max_pages = batch.page_table.shape[1]
         scale = cfg.attn_scale * math.log2(math.e)  # the kernels take powers of two
         if kv.format == "f32":
-            values = self.buffer("attention_f32", (rows, cols), np.float32)
+            values = self.buffer("attention_f32", (x_rows, cols), np.float32)
             self.launch("attention_f32", (rows, heads, 1), 32,
                         (q, values, kv.data, batch.page_table, batch.positions, batch.slots, layer,
-                         kv.n_pages, max_pages, cfg.n_kv_heads, dim, scale))
-            x = self.activations("attention_f32_scale", rows, cols)
-            self.launch("attention_f32_scale", (rows, 1, 1), ROW_THREADS,
-                        (values, x.data, x.scale, cols, x.data.shape[1]))
-            return x
+                         kv.n_pages, max_pages, cfg.n_kv_heads, dim, width, scale))
+            return self.scale_rows(values)
         # Weights add up to one and V is f16: the result needs no row scale. The columns that pad
         # it are never written: scratch starts as zeros, and each width has its own.
-        out = self.buffer(f"attention_{cols}", (padded(rows, 8), padded(cols, 128)), np.float16)
+        out = self.buffer(f"attention_{cols}", (padded(x_rows, 8), padded(cols, 128)), np.float16)
         segments = -(-max_pages * PAGE // SEGMENT)
         tiles = batch.tiles.shape[0]
-        splits = self.attention_splits(cfg, tiles, segments, 4 * rows * cols)
+        blocks = -(-heads // ATTENTION_ROWS) if cfg.latent else cfg.n_kv_heads  # of a tile
+        splits = self.attention_splits(cfg, tiles * blocks, segments, 4 * x_rows * cols)
         parts = (None, None) if splits == 1 else (
-            self.buffer("attention_values", (rows, cols * segments), np.float32),
+            self.buffer("attention_values", (rows, heads * width * segments), np.float32),
             self.buffer("attention_states", (rows, heads * segments, 2), np.float32))
         wide = "_wide" if rows > tiles and dim <= WIDEST_HEAD else ""  # a prompt: whole tiles
-        self.launch(f"attention_{kv.format}_{dim}{wide}",
-                    (tiles, cfg.n_kv_heads, splits), 128,
+        self.launch(f"attention_{kv.format}_{dim}{wide}", (tiles, blocks, splits),
+                    LATENT_THREADS if cfg.latent else ATTENTION_THREADS,
                     (q, out, *parts, kv.data, batch.page_table, batch.tiles, layer, kv.n_pages,
                      max_pages, segments, heads, cfg.n_kv_heads, out.shape[1], scale))
         if splits > 1:
-            self.launch("attention_merge", (rows, heads, 1), dim,
-                        (*parts, out, batch.positions, batch.slots, segments, out.shape[1]))
-        return Activations(out, None, rows, cols)
+            self.launch("attention_merge", (rows, heads, 1), padded(width, 32),
+                        (*parts, out, batch.positions, batch.slots, segments, out.shape[1], width,
+                         row_heads))
+        return Activations(out, None, x_rows, cols)
 
-    def attention_splits(self, cfg, tiles, segments, segment_bytes):
-        """Over how many blocks to spread the segments of a tile: as many as the card holds at once.
+    def attention_splits(self, cfg, blocks, segments, segment_bytes):
+        """Over how many to spread the segments of each of `blocks`: as many as the card holds.
 
         It is fixed when a graph is captured, so it looks at what the page table can hold. It moves
         no bits: the segments of a row are merged in index order either way.
         """
-        room = self.multiprocessors * ATTENTION_BLOCKS[cfg.head_dim] // (tiles * cfg.n_kv_heads)
+        room = self.multiprocessors * ATTENTION_BLOCKS[cfg.head_dim, cfg.value_dim] // blocks
         return 1 if segments * segment_bytes > PARTS_LIMIT else max(1, min(room, segments))
+
+    def delta_conv(self, u, mixer, cfg, layer, kv, batch):
+        """c f32 [rows, delta_channels + 2 H_v] = q | k | v | beta | decay of u f32 [rows, .]."""
+        rows, cols = u.shape[0], cfg.delta_channels + 2 * cfg.delta_v_heads
+        c = self.buffer("delta_conv", (rows, cols), np.float32)
+        self.launch("delta_conv", (rows, -(-cfg.delta_channels // (4 * DELTA_DIM)), 1), 128,
+                    self.delta_net(u, mixer, c, None, cfg, layer, kv, batch))
+        return c
+
+    def delta_rule(self, u, c, cfg, layer, kv, batch):
+        """o f32 [rows, H_v d] = S^T q; the states take pending tokens, and rows if they commit."""
+        o = self.buffer("delta_rule", (u.shape[0], cfg.delta_v_heads * DELTA_DIM), np.float32)
+        self.launch("delta_rule", (8 * cfg.delta_v_heads, batch.spans.shape[0], 1), 64,
+                    self.delta_net(u, None, c, o, cfg, layer, kv, batch))
+        return o
+
+    def delta_net(self, u, mixer, c, o, cfg, layer, kv, batch):
+        """struct DeltaNet of kernels.cu."""
+        _, n_layers, values = kv.states.data.shape
+        weights = (mixer.conv, mixer.dt, mixer.decay) if mixer else (None,) * 3
+        return (u, *weights, c, o, kv.states.data.view((), offset=4 * layer * values),
+                batch.spans, batch.slots, batch.positions, cfg.delta_k_heads, cfg.delta_v_heads,
+                cfg.delta_grouped, cfg.conv_width, kv.states.ring, u.shape[1], c.shape[1],
+                kv.states.record_values, n_layers * values, float(cfg.rms_eps))
+
+    def delta_norm(self, o, u, norm, cfg):
+        """x [rows, H_v d] = rmsnorm of each head of o, times silu(z) with z in u behind v."""
+        rows, cols = o.shape
+        x = self.activations("delta_norm", rows, cols)
+        self.launch("delta_norm", (rows, 1, 1), ROW_THREADS,
+                    (o, u.view((), offset=4 * cfg.delta_channels), norm, x.data, x.scale, cols,
+                     u.shape[1], float(cfg.rms_eps)))
+        return x
+
+    def sigmoid_gate(self, x, qkv, cfg):
+        """x [rows, heads * head_dim], in place, times the sigmoid of the gates in qkv, see rope_kv.
+        """
+        stride = x.data.shape[1]
+        self.launch("sigmoid_gate", (x.rows, -(-x.cols // 1024), 1), 128,
+                    (x.data, qkv, x.cols, stride, qkv.shape[1], cfg.head_dim))
+        return x
 
     def silu_mul(self, gate_up):
         """x [rows, F] = silu(gate) * up of gate_up f32 [rows, 2F], gate first."""
@@ -770,6 +955,53 @@ class Device:
         self.launch("silu_mul", (rows, 1, 1), ROW_THREADS,
                     (gate_up, x.data, x.scale, cols, x.data.shape[1]))
         return x
+
+    def route(self, logits, bias, cfg, batch):
+        """Routes of each row of logits f32 [rows, n_experts or more], and the items they make."""
+        (rows, stride), n, k = logits.shape, cfg.n_experts, cfg.n_experts_used
+        n_pairs, tile = rows * k, tile_of(rows * k / n)
+        busy = min(n, n_pairs)  # with pairs; all but one of them may have a single one
+        routes = Routes(self.buffer("route_experts", (rows, k), np.int32),
+                        self.buffer("route_weights", (rows, k), np.float32),
+                        self.buffer("route_pairs", (n_pairs,), np.int32),
+                        self.buffer("route_items", (busy + (n_pairs - busy) // tile, 4), np.int32),
+                        tile)
+        self.launch("route", (rows, 1, 1), 32,
+                    (logits, bias, batch.slots, routes.experts, routes.weights, stride, n, k,
+                     cfg.router_sigmoid, cfg.router_norm, float(cfg.router_scale),
+                     cfg.router_groups, cfg.router_groups_used))
+        self.launch("route_items", (-(-n // 8), 1, 1), 256,
+                    (routes.experts, routes.pairs, routes.items, n_pairs, n, tile,
+                     routes.items.shape[0]))
+        return routes
+
+    def linear_experts(self, x, w, routes):
+        """y f32 [rows * k, w.rows] = for each row and each of its experts, x times that one's rows.
+
+        x has a row for each row, or for each of its k experts. Without an expert y is anything.
+        """
+        n_pairs = routes.pairs.shape[0]
+        y = self.buffer("linear_experts", (n_pairs, w.rows), np.float32)
+        self.multiply(x, w, y, items=(routes.tile, routes.items.shape[0], routes.items,
+                                      routes.pairs, n_pairs // x.rows, 1))
+        return y
+
+    def linear_heads(self, x, w):
+        """y f32 [rows, heads * w.rows] = row r * heads + h of x times the rows of head h."""
+        heads, rows = w.count, x.rows // w.count
+        y, tile = self.buffer("linear_heads", (x.rows, w.rows), np.float32), tile_of(rows)
+        self.multiply(x, w, y, items=(tile, heads * -(-rows // tile), None, None, 1, heads))
+        return y.view((rows, heads * w.rows))
+
+    def combine(self, y, routes, shared, logits, h):
+        """h f32 += what a row's experts gave, by weight, in index order, then the shared expert.
+
+        `shared` [rows, n_embd] or None counts sigmoid(last column of `logits`), or 1 without them.
+        """
+        rows, cols = h.shape
+        self.launch("combine", (-(-cols // 256), rows, 1), 256,
+                    (y, routes.experts, routes.weights, shared, logits, h, routes.experts.shape[1],
+                     cols, logits.shape[1] if logits else 0))
 
     def sample(self, logits, draws, batch):
         """(tokens int32, log probabilities f32) of one drawn token per row; see sampling.py.
@@ -802,3 +1034,21 @@ class Device:
         for block in kv.blocks(pages):
             self.write(block, data[at:at + block.nbytes])
             at += block.nbytes
+
+    def save_state(self, kv, slot):
+        """The recurrent state of `slot` as bytes, for load_state of the same backend.
+
+        The copy runs in stream order: the bytes are there after the next synchronize(), and must
+        not be written to. They lie in pinned memory, used again once nobody holds the array.
+        """
+        state, free = kv.states.of(slot), kv.states.saves
+        if not free:
+            free.append(int(self.open("cuMemAllocHost", state.nbytes, undo="cuMemFreeHost")))
+        address = free.pop()
+        raw = (ctypes.c_uint8 * state.nbytes).from_address(address)
+        weakref.finalize(raw, free.append, address)
+        call("cuMemcpyDtoHAsync", address, state.ptr, state.nbytes, self.stream)
+        return np.frombuffer(raw, np.uint8)
+
+    def load_state(self, kv, slot, data):
+        self.write(kv.states.of(slot), data)

@@ -409,22 +409,31 @@ struct Linear {
     Stack stack;
 };
 
+// The row of y of a token of a tile, and the row of x of that. Here their own; see `ScatteredRows`.
+struct OwnRows {
+    static constexpr bool OWN = true;
+    DEVICE int y(int token) const { return token; }
+    DEVICE int x_of(int y_row) const { return y_row; }
+};
+
 // ---- few rows: the warps of a block take the parts of a tile in turn ---------------------------
 
 constexpr int FEW_WARPS = 8;
 constexpr int FEW_STRIDE = 20;  // floats of a token's 16 sums in shared memory: no bank conflicts
-constexpr int FEW_SUMS = FEW_WARPS * 16 * FEW_STRIDE;
+template <int WARPS>
+constexpr int FEW_SUMS = WARPS * 16 * FEW_STRIDE;
 
 // The tiles place.index, place.index + place.blocks, ... of a row block. The loads of a warp run
 // ahead of its products by one part, across tiles too.
-template <int FORMAT, int TOKEN_TILES, int BLOCKS>
-DEVICE void linear_few(const Product& product, const Place& place, float (&sums)[2][FEW_SUMS]) {
+template <int FORMAT, int TOKEN_TILES, int BLOCKS, int WARPS, typename Rows>
+DEVICE void linear_few(const Product& product, const Place& place, const Rows& rows,
+                       float (&sums)[2][FEW_SUMS<WARPS>]) {
     using P = Packed<FORMAT>;
     constexpr int TOKENS = 8 * TOKEN_TILES;
-    constexpr int WINDOW = FEW_SUMS / (TOKENS * FEW_STRIDE);  // part sums that wait to be added
+    constexpr int WINDOW = FEW_SUMS<WARPS> / (TOKENS * FEW_STRIDE);  // part sums that wait
     // Chunks loaded in advance, as many as there are registers for.
-    constexpr int AHEAD =
-        P::WORDS > 8 ? 1 : P::WORDS == 8 || (FORMAT == Q5_K && BLOCKS > 2) ? 2 : 4;
+    constexpr bool TIGHT = (FORMAT == Q5_K && BLOCKS > 2) || (!P::WHOLE_PARTS && BLOCKS > 3);
+    constexpr int AHEAD = P::WORDS > 8 ? 1 : P::WORDS == 8 || TIGHT ? 2 : 4;
     constexpr int TOKENS_AHEAD = TOKEN_TILES > 1 || BLOCKS > 2 || P::WORDS > 8 ? 2 : 4;
 
     const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
@@ -439,7 +448,8 @@ DEVICE void linear_few(const Product& product, const Place& place, float (&sums)
 
     const uint4* x[TOKEN_TILES];  // past the end: the last token again, its results are dropped
     for (int n = 0; n < TOKEN_TILES; n++)
-        x[n] = product.x + piece_of(min(8 * n + g, product.rows - 1), 0, t, chunks);
+        x[n] = product.x +
+               piece_of(rows.x_of(rows.y(min(8 * n + g, product.rows - 1))), 0, t, chunks);
     unsigned words[AHEAD][P::WORDS], scales[P::SCALE_WORDS], next_scales[P::SCALE_WORDS];
     uint4 b[TOKENS_AHEAD][TOKEN_TILES][2];
     const auto load_weights = [&](const uint8_t* tile, int part, int c) {
@@ -464,14 +474,16 @@ DEVICE void linear_few(const Product& product, const Place& place, float (&sums)
     // Thread 16 i + r adds up token i and row r.
     const int token = threadIdx.x / TILE_ROWS;
     const bool inside = token < min(TOKENS, product.rows);
+    const int y_row = rows.y(token);
     for (int index = place.index; index < tiles; index += place.blocks) {
         const int row = index * TILE_ROWS + threadIdx.x % TILE_ROWS, column = place.column + row;
         const bool mine = inside && row < place.rows;
-        float* to = product.y + int64_t(token) * product.columns + column;
+        float* to = product.y + int64_t(y_row) * product.columns + column;
         const float row_scale = load_if(mine, product.weight_scale + column, 0.0f);
         float token_scale, bias, before, total = 0.0f;
         const auto load_rest = [&] {
-            token_scale = load_if(mine && product.x_scale, product.x_scale + token, 1.0f);
+            const int x_row = rows.x_of(y_row);
+            token_scale = load_if(mine && product.x_scale, product.x_scale + x_row, 1.0f);
             bias = load_if(mine && product.bias, product.bias + column, 0.0f);
             before = load_if(mine && product.add, to, 0.0f);
         };
@@ -479,11 +491,11 @@ DEVICE void linear_few(const Product& product, const Place& place, float (&sums)
         for (int window = 0; window < parts; window += WINDOW) {
             float* window_sums = sums[windows++ & 1];
             const int window_parts = min(WINDOW, parts - window);
-            for (int part = window + warp; part < window + window_parts; part += FEW_WARPS) {
+            for (int part = window + warp; part < window + window_parts; part += WARPS) {
                 // What this warp takes next; parts: nothing.
-                const bool same_tile = part + FEW_WARPS < parts;
+                const bool same_tile = part + WARPS < parts;
                 const uint8_t* next_tile = same_tile ? tile : tile + place.blocks * tile_bytes;
-                const int next = same_tile                      ? part + FEW_WARPS
+                const int next = same_tile                      ? part + WARPS
                                  : index + place.blocks < tiles ? warp
                                                                 : parts;
                 for (int i = 0; i < P::SCALE_WORDS; i++) scales[i] = next_scales[i];
@@ -531,11 +543,12 @@ DEVICE void linear_few(const Product& product, const Place& place, float (&sums)
 
 template <int TOKEN_TILES, int BLOCKS>
 DEVICE void linear_tiles(const Linear& work) {
-    __shared__ float sums[2][FEW_SUMS];
+    __shared__ float sums[2][FEW_SUMS<FEW_WARPS>];
     let_successor_start();
     const Place place = place_in(work.stack, blockIdx.x);
     with_format(place.format, [&](auto format) {
-        linear_few<decltype(format)::VALUE, TOKEN_TILES, BLOCKS>(work.product, place, sums);
+        linear_few<decltype(format)::VALUE, TOKEN_TILES, BLOCKS, FEW_WARPS>(
+            work.product, place, OwnRows(), sums);
     });
 }
 
@@ -600,9 +613,9 @@ struct BlockShape {
     static constexpr int TOKEN_BYTES = 8 * TOKEN_TILES * CHUNK * 2;
 };
 
-template <int FORMAT, typename Shape>
-DEVICE void linear_staged(const Product& product, const Place& place, int first_token,
-                          uint8_t* shared) {
+template <int FORMAT, typename Shape, typename Rows>
+DEVICE void linear_staged(const Product& product, const Place& place, const Rows& rows,
+                          int first_token, uint8_t* shared) {
     using P = Packed<FORMAT>;
     constexpr int ROW_TILES = Shape::ROW_TILES, TOKEN_TILES = Shape::TOKEN_TILES,
                   GROUPS = Shape::GROUPS, STEP = Shape::STEP, SLOTS = 2 * STEP;
@@ -634,9 +647,14 @@ DEVICE void linear_staged(const Product& product, const Place& place, int first_
     const int thread = threadIdx.x - group * GROUP_THREADS;
     unsigned copied[COPIES];  // what this thread copies of x, in pieces
     for (int i = 0; i < COPIES; i++) {  // past the end: the last tokens again, dropped later
-        const int piece = thread + i * GROUP_THREADS;
-        const int token = min(first_token + piece / CHUNK_PIECES * 8, (product.rows - 1) / 8 * 8);
-        copied[i] = piece_of(token, 0, piece % CHUNK_PIECES, chunks);
+        const int piece = thread + i * GROUP_THREADS, tile = piece / CHUNK_PIECES * 8;
+        if constexpr (Rows::OWN) {
+            const int token = min(first_token + tile, (product.rows - 1) / 8 * 8);
+            copied[i] = piece_of(token, 0, piece % CHUNK_PIECES, chunks);
+        } else {
+            copied[i] = piece_of(rows.x_of(rows.y(tile + lane / 4)), 0, lane % 4, chunks) +
+                        piece % CHUNK_PIECES / 32 * (CHUNK_PIECES / 2);
+        }
     }
     const auto fetch = [&](int part, int c) {
         const unsigned slot = c % SLOTS * SLOT_BYTES;
@@ -759,9 +777,10 @@ DEVICE void linear_staged(const Product& product, const Place& place, int first_
         for (int i = 0; i < 2; i++) {
             const int token = first_token + 8 * n + 2 * t + i;
             const bool inside = token < product.rows;
-            to[i] = inside ? product.y + int64_t(token) * product.columns + column : nullptr;
+            const int y_row = rows.y(token);
+            to[i] = inside ? product.y + int64_t(y_row) * product.columns + column : nullptr;
             token_scale[i] =
-                inside ? load_if(product.x_scale, product.x_scale + token, 1.0f) : 0.0f;
+                inside ? load_if(product.x_scale, product.x_scale + rows.x_of(y_row), 1.0f) : 0.0f;
             for (int r = 0; r < 2 * ROW_TILES; r++)
                 before[i][r] = load_if(inside && real[r] && product.add, to[i] + 8 * r, 0.0f);
         }
@@ -781,7 +800,7 @@ DEVICE void linear_block(const Linear& work) {
     const Place place = place_in(work.stack, blockIdx.y);
     with_format(place.format, [&](auto format) {
         linear_staged<decltype(format)::VALUE, Shape>(
-            work.product, place, blockIdx.x * 8 * Shape::TOKEN_TILES, shared);
+            work.product, place, OwnRows(), blockIdx.x * 8 * Shape::TOKEN_TILES, shared);
     });
 }
 
@@ -1056,10 +1075,11 @@ __host__ __device__ constexpr int kv_block_bytes(int format, int head_dim) {
                               : PAGE * head_dim + PAGE * (head_dim / Q8_BLOCK) * 2;
 }
 
-// Byte offset of the K block (V follows it) in storage [layer][page][kv head][K|V][block].
+// Byte offset of the K block in storage [layer][page][kv head][K|V][block]. V follows it, except in
+// latent attention, where V is the first values of K.
 DEVICE int64_t kv_offset(int layer, int n_pages, int page, int n_kv_heads, int head,
-                         int block_bytes) {
-    return ((int64_t(layer) * n_pages + page) * n_kv_heads + head) * 2 * block_bytes;
+                         int block_bytes, bool latent = false) {
+    return ((int64_t(layer) * n_pages + page) * n_kv_heads + head) * (latent ? 1 : 2) * block_bytes;
 }
 
 // Sum and largest value over a block of at most 1024 threads, the same in every thread. Whole
@@ -1104,13 +1124,11 @@ __device__ void store_scaled_row(Values values, float largest, int cols, int str
     }
 }
 
-// x[r] = h[rows[r]] / sqrt(mean(h^2) + eps) * w: h f32 [., cols] -> x f16 [n, stride], scale [n].
-// PRECOND: grid (n), 1024 threads; rows null = 0..n-1; cols % 4 = 0; stride = cols up to 128s.
-// One block holds one row. Moves 4 cols + 2 stride bytes a row (the second read hits the cache).
-KERNEL rmsnorm(const float* h, const float* w, const int* rows, uint4* x, float* scale, int cols,
-               int stride, float eps) {
-    follow_predecessor();
-    h += int64_t(rows ? rows[blockIdx.x] : blockIdx.x) * cols;
+// finish(values, largest): the row h[rows[blockIdx.x]] / sqrt(mean(h^2) + eps) * w.
+template <typename Finish>
+__device__ void normalise_row(const float* h, const float* w, const int* rows, int cols, int pitch,
+                              float eps, Finish finish) {
+    h += int64_t(rows ? rows[blockIdx.x] : blockIdx.x) * pitch;
     auto weighted = [=](int i, float factor) {
         const float4 a = *reinterpret_cast<const float4*>(h + i);
         const float4 b = *reinterpret_cast<const float4*>(w + i);
@@ -1126,8 +1144,20 @@ KERNEL rmsnorm(const float* h, const float* w, const int* rows, uint4* x, float*
     }
     const float2 all = block_sum_and_max(sum, largest);
     const float inverse = rsqrtf(all.x / cols + eps);
-    store_scaled_row([=](int i) { return weighted(i, inverse); }, all.y * inverse, cols, stride, x,
-                     scale);
+    finish([=](int i) { return weighted(i, inverse); }, all.y * inverse);
+}
+
+// x[r] = h[rows[r]] / sqrt(mean(h^2) + eps) * w: h f32 [., pitch], of which the first cols count
+// -> x f16 [n, stride], scale [n].
+// PRECOND: grid (n), 1024 threads; rows null = 0..n-1; cols, pitch % 4 = 0; stride = cols up to
+// 128s. One block holds one row. Moves 4 cols + 2 stride bytes a row (the second read hits the
+// cache).
+KERNEL rmsnorm(const float* h, const float* w, const int* rows, uint4* x, float* scale, int cols,
+               int pitch, int stride, float eps) {
+    follow_predecessor();
+    normalise_row(h, w, rows, cols, pitch, eps, [=](auto values, float largest) {
+        store_scaled_row(values, largest, cols, stride, x, scale);
+    });
 }
 
 // angles[r] = cos | sin of positions[r] * frequencies[rope_sets[r]], times magnitude.
@@ -1168,14 +1198,32 @@ DEVICE void store_kv(char* block, int format, int head_dim, int token, int d, fl
         reinterpret_cast<__half*>(block + PAGE * head_dim)[at / Q8_BLOCK] = scale;
 }
 
+// Stores a query's value: f16, or f32 where KV is.
+DEVICE void store_query(void* q, int format, int64_t at, float x) {
+    if (format == KV_F32)
+        static_cast<float*>(q)[at] = x;
+    else
+        static_cast<__half*>(q)[at] = __float2half_rn(fminf(fmaxf(x, -F16_LARGEST), F16_LARGEST));
+}
+
+// Value d of x once its pair is turned by the angle whose cosines | sines are at `angles`.
+DEVICE float rotated(const float* x, int d, const float* angles, int pairs, int neox) {
+    const bool first = neox ? d < pairs : d % 2 == 0;
+    const int pair = neox ? d % pairs : d / 2, distance = neox ? pairs : 1;
+    const float turned = x[first ? d + distance : d - distance] * angles[pairs + pair];
+    return x[d] * angles[pair] + (first ? -turned : turned);
+}
+
 // qkv f32 [rows, (H + 2 H_kv) D] -> q [rows, H D] f16 (f32 if KV is f32), K and V into their pages.
 // q and k: RMSNorm over the head where norm vectors are given, then rotation of rope_dim values.
-// PRECOND: grid (rows, ceil((H + 2 H_kv) / 4)), 128 threads; D <= 256 in whole blocks of 32.
+// Gated: D gates follow each head of q; they are left to sigmoid_gate.
+// PRECOND: grid (rows, ceil((H + 2 H_kv) / 4)), 128 threads; D <= 256, for q8 in blocks of 32.
 // One warp holds one head. Moves each value once; rows with slot < 0 write no K and V.
 KERNEL rope_kv(const float* qkv, const float* angles, const float* q_norm, const float* k_norm,
                void* q, char* pages, const int* page_table, const int* slots,
                const int* positions, int layer, int n_pages, int max_pages, int n_heads,
-               int n_kv_heads, int head_dim, int rope_dim, int neox, int format, float eps) {
+               int n_kv_heads, int head_dim, int rope_dim, int neox, int gated, int format,
+               float eps) {
     follow_predecessor();
     __shared__ float heads[4][Q8_BLOCK * MOST_BLOCKS];
     const int row = blockIdx.x, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
@@ -1187,7 +1235,8 @@ KERNEL rope_kv(const float* qkv, const float* angles, const float* q_norm, const
                          ? -1
                          : page_table[int64_t(slot) * max_pages + position / PAGE];
     const float* norm = is_v ? nullptr : is_q ? q_norm : k_norm;
-    qkv += (int64_t(row) * (n_heads + 2 * n_kv_heads) + head) * head_dim;
+    const int gates = gated * n_heads, pieces = n_heads + gates + 2 * n_kv_heads;
+    qkv += (int64_t(row) * pieces + head + min(head * gated, gates)) * head_dim;
     float x[MOST_BLOCKS], gain[MOST_BLOCKS], sum = 0.0f;
     for (int i = 0; i < MOST_BLOCKS; i++) {
         const int d = 32 * i + lane;
@@ -1207,25 +1256,15 @@ KERNEL rope_kv(const float* qkv, const float* angles, const float* q_norm, const
     char* block = pages + kv_offset(layer, n_pages, page, n_kv_heads, kv_head, bytes);
     block += is_v ? bytes : 0;
     angles += int64_t(row) * rope_dim;
-    const int pairs = rope_dim / 2;
 #pragma unroll
     for (int i = 0; i < MOST_BLOCKS; i++) {
         const int d = 32 * i + lane;
         if (d >= head_dim) break;
-        float value = x[i];
-        if (!is_v && d < rope_dim) {
-            const bool first = neox ? d < pairs : d % 2 == 0;
-            const int pair = neox ? d % pairs : d / 2, distance = neox ? pairs : 1;
-            const float turned =
-                heads[warp][first ? d + distance : d - distance] * angles[pairs + pair];
-            value = value * angles[pair] + (first ? -turned : turned);
-        }
-        const int64_t at = (int64_t(row) * n_heads + head) * head_dim + d;
-        if (is_q && format == KV_F32)
-            static_cast<float*>(q)[at] = value;
-        else if (is_q)
-            static_cast<__half*>(q)[at] =
-                __float2half_rn(fminf(fmaxf(value, -F16_LARGEST), F16_LARGEST));
+        const float value = is_v || d >= rope_dim
+                                ? x[i]
+                                : rotated(heads[warp], d, angles, rope_dim / 2, neox);
+        if (is_q)
+            store_query(q, format, (int64_t(row) * n_heads + head) * head_dim + d, value);
         else if (page >= 0)
             store_kv(block, format, head_dim, position % PAGE, d, value);
     }
@@ -1273,12 +1312,13 @@ KERNEL copy_page(char* pages, int n_pages, int page_bytes, int source, int targe
 //   score(key) = q . k in one accumulator, head_dim ascending 16 at a time
 //   m_i = max(m_i-1, scores of page i * scale), p = f16(2^(score * scale - m_i)), masked: 0
 //   o   = o * 2^(m_i-1 - m_i) + P V, keys ascending 16 at a time;  l is one more column, V = 1
-// The four warps of a block take a page each for the scores, 32 or 64 columns each for the values.
+// The four warps of a block take a page each for the scores, 32 or 64 columns each for the values;
+// the eight of latent attention half a page each.
 // Fragments come straight from global memory in 8- and 16-byte pieces: which keys and columns sit
 // in which slot of an mma is free as long as both operands agree, so nothing has to be transposed.
 
 constexpr int SEGMENT_PAGES = 4;
-constexpr int ATTENTION_WARPS = SEGMENT_PAGES;
+constexpr int ATTENTION_WARPS = SEGMENT_PAGES, LATENT_WARPS = 2 * SEGMENT_PAGES;
 constexpr unsigned HALF_ONES = 0x3c003c00u;
 
 // 2^x to 22 bits, 0 for -inf. One instruction everywhere: it must give the same bits everywhere.
@@ -1381,62 +1421,78 @@ struct Attention {
     float scale;
 };
 
-// out = softmax(q K^T * scale) V, rows of all tiles: q f16 [rows, H HD] -> f16 [rows, stride].
+// out = softmax(q K^T * scale) V, rows of all tiles: q f16 [rows, H KW] -> f16 [rows, stride]. A
+// head has KW values of K and VW of V. VW < KW: latent attention; V is the beginning of K, H_kv is
+// one, and out is [rows H, stride].
 // PRECOND: grid (tiles, H_kv, splits), 128 threads; tiles int32 (first row, rows, slot, position);
-// rows of a tile * H / H_kv <= 16 TILES; scale = attn_scale * log2(e).
+// rows of a tile * H / H_kv <= 16 TILES; scale = attn_scale * log2(e). Latent: grid (tiles,
+// ceil(H / 16), splits), 256 threads, and a tile has one row where H > 16.
 // Block z holds segments z, z + splits, ... With one split it folds them; with more it stores each
-// in part_values f32 [rows, H, max_segments, HD] and part_states (m, l) for attention_merge.
+// in part_values f32 [rows, H, max_segments, VW] and part_states (m, l) for attention_merge.
 // Reads K and V of a tile's context once; thread (g, t) of a warp holds rows g, g + 8 of a product.
-template <bool Q8, int HD, int TILES>
+template <bool Q8, int KW, int VW, int TILES>
 DEVICE void attention_tile(const Attention& work) {
-    constexpr int COLUMNS = HD <= 128 ? 32 : 64;   // of the values, per warp
-    constexpr int NEIGHBOURS = COLUMNS / 8;        // columns whose V a thread loads
-    constexpr int STEPS = PAGE / 16;               // mma steps over the keys of a page
+    constexpr bool LATENT = VW < KW;
+    constexpr int WARPS = LATENT ? LATENT_WARPS : ATTENTION_WARPS;
+    constexpr int PAGE_WARPS = WARPS / SEGMENT_PAGES;      // which share the scores of a page
+    constexpr int KEYS = PAGE / PAGE_WARPS;                // of a warp
+    constexpr int COLUMNS = VW <= 32 * WARPS ? 32 : 64;    // of the values, per warp
+    constexpr int NEIGHBOURS = COLUMNS / 8;                // columns whose V a thread loads
+    constexpr int STEPS = PAGE / 16;                       // mma steps over the keys of a page
+    constexpr int PIECES = (KW + 31) / 32;                 // of K and q; the last may be half
     // Pieces of 32 head dims whose K is on its way, and steps whose V is: as registers permit.
-    constexpr int LINE = HD % 64 == 0 && TILES == 1 ? 2 : 1;
-    constexpr int AHEAD = TILES > 1 ? 1 : HD == 128 ? 4 : 2;
+    constexpr int LINE = KW % 64 == 0 && TILES == 1 ? 2 : 1;
+    constexpr int AHEAD = TILES > 1 ? 1 : KW == 128 ? 4 : 2;
     constexpr int ROWS = 16 * TILES;
     using Key = Values<Q8, 8>;
     using Value = Values<Q8, NEIGHBOURS>;
     // Of each row: (row, head) of q, last position it sees.
     __shared__ int place[ROWS], visible[ROWS];
-    __shared__ float page_max[2][SEGMENT_PAGES][ROWS];  // two: the next segment may be ahead
-    __shared__ uint4 queries[TILES][HD / 16][32];       // A fragments, one uint4 a lane
+    __shared__ float warp_largest[2][WARPS][ROWS];    // two: the next segment may be ahead
+    __shared__ uint4 queries[TILES][2 * PIECES][32];  // A fragments, one uint4 a lane
     __shared__ uint4 weights[TILES][SEGMENT_PAGES * STEPS][32];  // P, likewise
-    // Each thread's folded segments, kept here since they are touched once in 256 keys.
-    __shared__ float4 total[TILES][NEIGHBOURS][32 * ATTENTION_WARPS];
-    __shared__ Softmax softmax[2 * TILES][32 * ATTENTION_WARPS];
+    // Each thread's folded segments, kept here since they are touched once in 256 keys; where there
+    // is no room, in registers.
+    constexpr bool ROOM = VW <= 256;
+    __shared__ float4 shared_total[TILES][NEIGHBOURS][ROOM ? 32 * WARPS : 1];
+    float4 own_total[TILES][NEIGHBOURS];
+    const auto total = [&](int r, int n) -> float4& {
+        return ROOM ? shared_total[r][n][threadIdx.x] : own_total[r][n];
+    };
+    __shared__ Softmax softmax[2 * TILES][32 * WARPS];
 
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
-    const int kv_head = blockIdx.y, n_heads = work.n_heads;
-    const int group = n_heads / work.n_kv_heads;
+    // A block has `group` query heads of each token: of one KV head, or, latent, up to ROWS of all.
+    const int block_y = blockIdx.y, kv_head = LATENT ? 0 : block_y, n_heads = work.n_heads;
+    const int group = LATENT ? min(ROWS, n_heads - ROWS * block_y) : n_heads / work.n_kv_heads;
     // A prompt's last tiles see most: first.
     const int* tiles = work.tiles + 4 * (gridDim.x - 1 - blockIdx.x);
     const int first_row = tiles[0], n_rows = tiles[1], slot = tiles[2], first_position = tiles[3];
     const int last_position = slot < 0 ? -1 : first_position + n_rows - 1;
     const int tile_pages = last_position / PAGE + (last_position >= 0);
-    constexpr int BLOCK_BYTES = kv_block_bytes(Q8 ? KV_Q8 : KV_F16, HD);
+    constexpr int BLOCK_BYTES = kv_block_bytes(Q8 ? KV_Q8 : KV_F16, KW);
     const char* layer = work.pages + kv_offset(work.layer, work.n_pages, 0, work.n_kv_heads,
-                                               kv_head, BLOCK_BYTES);
+                                               kv_head, BLOCK_BYTES, LATENT);
     const int* table = work.page_table + int64_t(max(slot, 0)) * work.max_pages;
     const auto keys_of = [=](int page) {
-        return layer + int64_t(table[page]) * work.n_kv_heads * 2 * BLOCK_BYTES;
+        return layer + int64_t(table[page]) * work.n_kv_heads * (LATENT ? 1 : 2) * BLOCK_BYTES;
     };
-    const auto values_of = [=](int page) { return keys_of(page) + BLOCK_BYTES; };
+    const auto values_of = [=](int page) { return keys_of(page) + (LATENT ? 0 : BLOCK_BYTES); };
 
     if (threadIdx.x < ROWS) {
-        const int token = threadIdx.x / group, head = kv_head * group + threadIdx.x % group;
+        const int token = threadIdx.x / group;
+        const int head = block_y * (LATENT ? ROWS : group) + threadIdx.x % group;
         place[threadIdx.x] = token < n_rows ? (first_row + token) * n_heads + head : -1;
         visible[threadIdx.x] = token < n_rows && slot >= 0 ? first_position + token : -1;
     }
     __syncthreads();
-    for (int at = warp; at < TILES * HD / 32; at += ATTENTION_WARPS) {
-        const int r = at / (HD / 32), i = at % (HD / 32);
+    for (int at = warp; at < TILES * PIECES; at += WARPS) {
+        const int r = at / PIECES, i = at % PIECES;
         uint4 x[2] = {};
         for (int j = 0; j < 2; j++) {
             const int row = 16 * r + g + 8 * j;
-            if (visible[row] >= 0)
-                x[j] = *reinterpret_cast<const uint4*>(work.q + int64_t(place[row]) * HD + 32 * i +
+            if (visible[row] >= 0 && (KW % 32 == 0 || 32 * i + 8 * t < KW))
+                x[j] = *reinterpret_cast<const uint4*>(work.q + int64_t(place[row]) * KW + 32 * i +
                                                        8 * t);
         }
         queries[r][2 * i][lane] = make_uint4(x[0].x, x[1].x, x[0].y, x[1].y);
@@ -1446,9 +1502,14 @@ DEVICE void attention_tile(const Attention& work) {
 
     for (int i = 0; i < 2 * TILES; i++) softmax[i][threadIdx.x] = {-INFINITY, 0.0f};
     for (int n = 0; n < TILES * NEIGHBOURS; n++)
-        total[n / NEIGHBOURS][n % NEIGHBOURS][threadIdx.x] = make_float4(0, 0, 0, 0);
-    const bool has_columns = warp * COLUMNS < HD;
-    const int column = warp * COLUMNS + NEIGHBOURS * g;  // first one whose V this thread loads
+        total(n / NEIGHBOURS, n % NEIGHBOURS) = make_float4(0, 0, 0, 0);
+    const bool has_columns = warp * COLUMNS < VW;
+    // First one whose V this thread loads. Columns of the last warp that are not there repeat
+    // others, and their sums are not stored.
+    constexpr bool WHOLE = VW % COLUMNS == 0;
+    int column = warp * COLUMNS + NEIGHBOURS * g;
+    if (!WHOLE) column = min(column, VW - NEIGHBOURS);
+    const bool has_sums = WHOLE ? has_columns : warp * COLUMNS + 2 * NEIGHBOURS * t < VW;
 
     const int n_segments = (tile_pages + SEGMENT_PAGES - 1) / SEGMENT_PAGES;
     int turn = 0;
@@ -1456,26 +1517,27 @@ DEVICE void attention_tile(const Attention& work) {
         const int first_page = segment * SEGMENT_PAGES;
         const int here = min(SEGMENT_PAGES, tile_pages - first_page);
 
-        // Scores of this warp's page: slots 2t, 2t + 1 of product n are keys
+        // Scores of this warp's keys: slots 2t, 2t + 1 of product n are keys
         // 16 (n / 2) + 4t + 2 (n % 2) and the next one.
-        float score[TILES][2 * STEPS][4] = {};
+        const int page_of_warp = warp / PAGE_WARPS, first_key = warp % PAGE_WARPS * KEYS;
+        float score[TILES][KEYS / 8][4] = {};
         float largest[2 * TILES];  // of rows g + 8 i
         for (int i = 0; i < 2 * TILES; i++) largest[i] = -INFINITY;
-        if (warp < here) {
-            KvPlace from = kv_place<Q8, HD>(keys_of(first_page + warp), 4 * (g / 2) + g % 2,
-                                            8 * t);
+        if (page_of_warp < here) {
+            KvPlace from = kv_place<Q8, KW>(keys_of(first_page + page_of_warp),
+                                            first_key + 4 * (g / 2) + g % 2, 8 * t);
             // Four products at a time, over whole 128-byte lines: H200, 64 rows x 1024 tokens,
             // 3.6 TB/s, and 2.7 where half lines of eight products are read.
             Key key[STEPS][LINE];
             auto fetch_key = [&](int n, int piece, const KvPlace& from) {
-                key[n][piece].load(from, (16 * (n / 2) + 2 * (n % 2)) * HD + 32 * piece);
+                key[n][piece].load(from, (16 * (n / 2) + 2 * (n % 2)) * KW + 32 * piece);
             };
             for (int n = 0; n < STEPS; n++)
                 for (int piece = 0; piece < LINE; piece++) fetch_key(n, piece, from);
-            for (int half = 0; half < 2; half++)
+            for (int half = 0; half < KEYS / 32; half++)
 #pragma unroll 1
-                for (int i = 0; i < HD / 32; i += LINE) {
-                    const int ahead = i + LINE < HD / 32 ? 32 * LINE : PAGE / 2 * HD - i * 32;
+                for (int i = 0; i < PIECES; i += LINE) {
+                    const int ahead = i + LINE < PIECES ? 32 * LINE : 32 * KW - i * 32;
                     from = {from.values + ahead * (Q8 ? 1 : 2), from.scales + ahead / 32};
                     for (int n = 0; n < STEPS; n++)
                         for (int piece = 0; piece < LINE; piece++) {
@@ -1483,17 +1545,18 @@ DEVICE void attention_tile(const Attention& work) {
                             key[n][piece].expand(b);
                             for (int r = 0; r < TILES; r++) {
                                 float(&sum)[4] = score[r][STEPS * half + n];
-                                const uint4(&a)[HD / 16][32] = queries[r];
+                                const uint4(&a)[2 * PIECES][32] = queries[r];
                                 mma_fragment(sum, a[2 * (i + piece)][lane], b[0], b[1]);
                                 mma_fragment(sum, a[2 * (i + piece) + 1][lane], b[2], b[3]);
                             }
-                            if (half == 0 || i + LINE < HD / 32) fetch_key(n, piece, from);
+                            if (half + 1 < KEYS / 32 || i + LINE < PIECES)
+                                fetch_key(n, piece, from);
                         }
                 }
-            const int position = (first_page + warp) * PAGE + 4 * t;
+            const int position = (first_page + page_of_warp) * PAGE + first_key + 4 * t;
             for (int i = 0; i < 2 * TILES; i++) {
                 const int last = visible[g + 8 * i];
-                for (int n = 0; n < 2 * STEPS; n++)
+                for (int n = 0; n < KEYS / 8; n++)
                     for (int e = 0; e < 2; e++) {
                         const int at = position + 16 * (n / 2) + 2 * (n % 2) + e;
                         float& x = score[i / 2][n][i % 2 * 2 + e];
@@ -1505,36 +1568,37 @@ DEVICE void attention_tile(const Attention& work) {
             }
         }
         if (t == 0)
-            for (int i = 0; i < 2 * TILES; i++) page_max[turn][warp][g + 8 * i] = largest[i];
+            for (int i = 0; i < 2 * TILES; i++) warp_largest[turn][warp][g + 8 * i] = largest[i];
 
         // The first values are on their way while the warps exchange maxima and weights.
         Value value[AHEAD][4];
         auto fetch = [&](int step, const KvPlace& from) {
             for (int k = 0; k < 4; k++)
-                value[step % AHEAD][k].load(from, (16 * (step % STEPS) + k) * HD);
+                value[step % AHEAD][k].load(from, (16 * (step % STEPS) + k) * KW);
         };
-        KvPlace values = kv_place<Q8, HD>(values_of(first_page), 4 * t, column);
+        KvPlace values = kv_place<Q8, KW>(values_of(first_page), 4 * t, column);
         if (has_columns)
             for (int step = 0; step < AHEAD; step++) fetch(step, values);
         __syncthreads();
 
-        if (warp < here) {
+        if (page_of_warp < here) {
             for (int r = 0; r < TILES; r++) {
                 float m[2] = {-INFINITY, -INFINITY};  // up to this warp's page
-                for (int page = 0; page < SEGMENT_PAGES; page++)
+                for (int other = 0; other < WARPS; other++)
                     for (int i = 0; i < 2; i++)
-                        if (page <= warp)
-                            m[i] = fmaxf(m[i], page_max[turn][page][16 * r + g + 8 * i]);
+                        if (other / PAGE_WARPS <= page_of_warp)
+                            m[i] = fmaxf(m[i], warp_largest[turn][other][16 * r + g + 8 * i]);
                 for (int i = 0; i < 2; i++)
                     if (m[i] == -INFINITY) m[i] = 0.0f;  // nothing visible yet: weights are 2^-inf
-                for (int step = 0; step < STEPS; step++) {
+                for (int step = 0; step < KEYS / 16; step++) {
                     unsigned a[4];
                     for (int i = 0; i < 4; i++) {
                         const float* x = &score[r][2 * step + i / 2][2 * (i % 2)];
                         a[i] = half2_bits(exp2_fast(__fsub_rn(x[0], m[i % 2])),
                                           exp2_fast(__fsub_rn(x[1], m[i % 2])));
                     }
-                    weights[r][warp * STEPS + step][lane] = make_uint4(a[0], a[1], a[2], a[3]);
+                    weights[r][warp * (KEYS / 16) + step][lane] =
+                        make_uint4(a[0], a[1], a[2], a[3]);
                 }
             }
         }
@@ -1550,7 +1614,8 @@ DEVICE void attention_tile(const Attention& work) {
             if (page >= here) break;
             for (int i = 0; i < 2 * TILES; i++) {
                 const float before = m[i];
-                m[i] = fmaxf(before, page_max[turn][page][g + 8 * i]);
+                for (int w = page * PAGE_WARPS; w < (page + 1) * PAGE_WARPS; w++)
+                    m[i] = fmaxf(m[i], warp_largest[turn][w][g + 8 * i]);
                 const float factor = rescale_factor(before, m[i]);
                 for (int e = i % 2 * 2; e < i % 2 * 2 + 2; e++) {
                     sum[i / 2][e] = __fmul_rn(sum[i / 2][e], factor);
@@ -1560,7 +1625,7 @@ DEVICE void attention_tile(const Attention& work) {
             }
             const bool more = page + 1 < here;
             const KvPlace next =
-                kv_place<Q8, HD>(values_of(first_page + page + more), 4 * t, column);
+                kv_place<Q8, KW>(values_of(first_page + page + more), 4 * t, column);
 #pragma unroll
             for (int step = 0; step < STEPS; step++) {
                 unsigned v[4][NEIGHBOURS / 2];
@@ -1590,7 +1655,7 @@ DEVICE void attention_tile(const Attention& work) {
                 const float2 up = softmax[2 * r][threadIdx.x].fold(m[2 * r], sum[r][0]);
                 const float2 down = softmax[2 * r + 1][threadIdx.x].fold(m[2 * r + 1], sum[r][2]);
                 for (int n = 0; n < NEIGHBOURS; n++) {
-                    float4& all = total[r][n][threadIdx.x];
+                    float4& all = total(r, n);
                     const float(&part)[4] = o[r][n];
                     all = {fold_value(all.x, part[0], up), fold_value(all.y, part[1], up),
                            fold_value(all.z, part[2], down), fold_value(all.w, part[3], down)};
@@ -1599,9 +1664,9 @@ DEVICE void attention_tile(const Attention& work) {
             continue;
         }
         for (int i = 0; i < 2 * TILES; i++) {
-            if (visible[g + 8 * i] < 0) continue;
+            if (visible[g + 8 * i] < 0 || !has_sums) continue;
             const int64_t at = int64_t(place[g + 8 * i]) * work.max_segments + segment;
-            float4* to = reinterpret_cast<float4*>(work.part_values + at * HD + warp * COLUMNS +
+            float4* to = reinterpret_cast<float4*>(work.part_values + at * VW + warp * COLUMNS +
                                                    2 * NEIGHBOURS * t);
             for (int n = 0; n < 2 * NEIGHBOURS; n += 4) {
                 const int e = i % 2 * 2 + n / NEIGHBOURS, c = n % NEIGHBOURS;
@@ -1612,16 +1677,17 @@ DEVICE void attention_tile(const Attention& work) {
                 work.part_states[at] = make_float2(m[i], sum[i / 2][i % 2 * 2]);
         }
     }
-    if (gridDim.z > 1 || !has_columns) return;
+    if (gridDim.z > 1 || !has_sums) return;
     for (int i = 0; i < 2 * TILES; i++) {
         const int row_and_head = place[g + 8 * i];
         if (row_and_head < 0) continue;
         const float inverse = inverse_sum(softmax[i][threadIdx.x].l);
-        const int row = row_and_head / n_heads, head = row_and_head % n_heads;
-        const int at = head * HD + warp * COLUMNS + 2 * NEIGHBOURS * t;
+        const int row_heads = LATENT ? 1 : n_heads;  // of a row of out
+        const int row = row_and_head / row_heads;
+        const int at = row_and_head % row_heads * VW + warp * COLUMNS + 2 * NEIGHBOURS * t;
         unsigned x[NEIGHBOURS];  // pairs of columns
         for (int n = 0; n < NEIGHBOURS; n += 2) {
-            const float4 a = total[i / 2][n][threadIdx.x], b = total[i / 2][n + 1][threadIdx.x];
+            const float4 a = total(i / 2, n), b = total(i / 2, n + 1);
             x[n / 2] = half2_bits(normalised(i % 2 ? a.z : a.x, inverse),
                                   normalised(i % 2 ? b.z : b.x, inverse));
             x[(NEIGHBOURS + n) / 2] = half2_bits(normalised(i % 2 ? a.w : a.y, inverse),
@@ -1633,38 +1699,50 @@ DEVICE void attention_tile(const Attention& work) {
     }
 }
 
-#define ATTENTION(NAME, Q8, HD, TILES, BLOCKS)                                       \
-    KERNEL __launch_bounds__(32 * ATTENTION_WARPS, BLOCKS)                           \
-    NAME(const __grid_constant__ Attention work) {                                   \
-        follow_predecessor();                                                        \
-        attention_tile<Q8, HD, TILES>(work);                                         \
+#define ATTENTION(NAME, Q8, KW, VW, TILES, BLOCKS)                                              \
+    KERNEL __launch_bounds__(32 * (VW < KW ? LATENT_WARPS : ATTENTION_WARPS), BLOCKS)           \
+    NAME(const __grid_constant__ Attention work) {                                             \
+        follow_predecessor();                                                                  \
+        attention_tile<Q8, KW, VW, TILES>(work);                                               \
     }
-ATTENTION(attention_f16_64, false, 64, 1, 4)
-ATTENTION(attention_f16_96, false, 96, 1, 4)
-ATTENTION(attention_f16_128, false, 128, 1, 4)
-ATTENTION(attention_f16_256, false, 256, 1, 3)
-ATTENTION(attention_q8_64, true, 64, 1, 4)
-ATTENTION(attention_q8_96, true, 96, 1, 4)
-ATTENTION(attention_q8_128, true, 128, 1, 4)
-ATTENTION(attention_q8_256, true, 256, 1, 3)
+ATTENTION(attention_f16_64, false, 64, 64, 1, 4)
+ATTENTION(attention_f16_80, false, 80, 80, 1, 4)
+ATTENTION(attention_f16_96, false, 96, 96, 1, 4)
+ATTENTION(attention_f16_128, false, 128, 128, 1, 4)
+ATTENTION(attention_f16_192, false, 192, 192, 1, 3)
+ATTENTION(attention_f16_256, false, 256, 256, 1, 3)
+ATTENTION(attention_q8_64, true, 64, 64, 1, 4)
+ATTENTION(attention_q8_96, true, 96, 96, 1, 4)
+ATTENTION(attention_q8_128, true, 128, 128, 1, 4)
+ATTENTION(attention_q8_192, true, 192, 192, 1, 3)
+ATTENTION(attention_q8_256, true, 256, 256, 1, 3)
 // Twice the rows for one reading of K and V: for tiles of a prompt.
-ATTENTION(attention_f16_64_wide, false, 64, 2, 2)
-ATTENTION(attention_f16_96_wide, false, 96, 2, 3)
-ATTENTION(attention_f16_128_wide, false, 128, 2, 4)
-ATTENTION(attention_q8_64_wide, true, 64, 2, 2)
-ATTENTION(attention_q8_96_wide, true, 96, 2, 3)
-ATTENTION(attention_q8_128_wide, true, 128, 2, 4)
+ATTENTION(attention_f16_64_wide, false, 64, 64, 2, 2)
+ATTENTION(attention_f16_80_wide, false, 80, 80, 2, 2)
+ATTENTION(attention_f16_96_wide, false, 96, 96, 2, 3)
+ATTENTION(attention_f16_128_wide, false, 128, 128, 2, 4)
+ATTENTION(attention_q8_64_wide, true, 64, 64, 2, 2)
+ATTENTION(attention_q8_96_wide, true, 96, 96, 2, 3)
+ATTENTION(attention_q8_128_wide, true, 128, 128, 2, 4)
+// Latent attention: K holds V.
+ATTENTION(attention_f16_320, false, 320, 256, 1, 2)
+ATTENTION(attention_f16_576, false, 576, 512, 1, 1)
+ATTENTION(attention_q8_320, true, 320, 256, 1, 2)
+ATTENTION(attention_q8_576, true, 576, 512, 1, 1)
 
-// Folds the stored segments of each row and head in index order: -> out f16 [rows, stride].
-// PRECOND: grid (rows, H), HD threads; stored by an attention kernel over the same rows.
-// One thread holds one column. Reads 4 (HD + 2) bytes a segment; rows with slot < 0 become zero.
+// Folds the stored segments of each row and head in index order: -> out f16 [rows H / row_heads,
+// stride].
+// PRECOND: grid (rows, H), VW threads in whole warps; stored by an attention kernel over the same
+// rows. One thread holds one column, those past VW the last one too. Reads 4 (VW + 2) bytes a
+// segment; rows with slot < 0 become zero.
 KERNEL attention_merge(const float* part_values, const float2* part_states, uint4* out,
-                       const int* positions, const int* slots, int max_segments, int stride) {
+                       const int* positions, const int* slots, int max_segments, int stride,
+                       int value_dim, int row_heads) {
     follow_predecessor();
-    const int row = blockIdx.x, head = blockIdx.y, head_dim = blockDim.x, column = threadIdx.x;
-    const int lane = threadIdx.x & 31;
+    const int row = blockIdx.x, row_and_head = row * gridDim.y + blockIdx.y;
+    const int lane = threadIdx.x & 31, column = min(int(threadIdx.x), value_dim - 1);
     const int n_segments = slots[row] < 0 ? 0 : positions[row] / (SEGMENT_PAGES * PAGE) + 1;
-    const int64_t first = (int64_t(row) * gridDim.y + head) * max_segments;
+    const int64_t first = int64_t(row_and_head) * max_segments;
     Softmax softmax = {-INFINITY, 0.0f};
     float total = 0.0f;
     for (int start = 0; start < n_segments; start += 32) {
@@ -1674,7 +1752,7 @@ KERNEL attention_merge(const float* part_values, const float2* part_states, uint
         const float2 state = lane < n ? part_states[at + lane] : make_float2(-INFINITY, 0.0f);
         float value[32];
         for (int i = 0; i < 32; i++)
-            value[i] = i < n ? part_values[(at + i) * head_dim + column] : 0.0f;
+            value[i] = i < n ? part_values[(at + i) * value_dim + column] : 0.0f;
         for (int i = 0; i < 32; i++) {
             if (i >= n) break;
             const float2 factors = softmax.fold(__shfl_sync(ALL_LANES, state.x, i),
@@ -1682,8 +1760,9 @@ KERNEL attention_merge(const float* part_values, const float2* part_states, uint
             total = fold_value(total, value[i], factors);
         }
     }
-    const int at = head * head_dim + column;
-    reinterpret_cast<__half*>(out + piece_at(row, at, stride / CHUNK))[at % 8] =
+    const int at = row_and_head % row_heads * value_dim + column;
+    uint4* piece = out + piece_at(row_and_head / row_heads, at, stride / CHUNK);
+    reinterpret_cast<__half*>(piece)[at % 8] =
         __float2half_rn(normalised(total, inverse_sum(softmax.l)));
 }
 
@@ -1693,47 +1772,120 @@ KERNEL attention_merge(const float* part_values, const float2* part_states, uint
 // Attention over f32 KV: no tensor cores, no promise of speed, nothing is split
 // ---------------------------------------------------------------------------------------------
 
-// q f32 [rows, H D] -> out f32 [rows, H D], which attention_f32_scale turns into a GEMM input: f32
-// values may be larger than f16 holds. scale = attn_scale * log2(e).
-// PRECOND: grid (rows, H), 32 threads; D <= 256 in whole blocks of 32. One warp holds one row and
-// head; it reads the K and V that the row sees once. Rows with slot < 0 become zero.
+// q f32 [rows, H D] -> out f32 [rows, H VW], which scale_rows turns into a GEMM input: f32 values
+// may be larger than f16 holds. scale = attn_scale * log2(e). VW < D: V is the beginning of K.
+// PRECOND: grid (rows, H), 32 threads; VW <= 512. One warp holds one row and head; it reads the K
+// and V that the row sees once. Rows with slot < 0 become zero.
 KERNEL attention_f32(const float* q, float* out, const char* pages, const int* page_table,
                      const int* positions, const int* slots, int layer, int n_pages,
-                     int max_pages, int n_kv_heads, int head_dim, float scale) {
+                     int max_pages, int n_kv_heads, int head_dim, int value_dim, float scale) {
     follow_predecessor();
+    constexpr int MOST = 512 / 32;  // values of a lane
     const int row = blockIdx.x, head = blockIdx.y, n_heads = gridDim.y, lane = threadIdx.x;
     const int kv_head = head / (n_heads / n_kv_heads), bytes = kv_block_bytes(KV_F32, head_dim);
     const int visible = slots[row] < 0 ? 0 : positions[row] + 1;
+    const bool latent = value_dim < head_dim;
     q += (int64_t(row) * n_heads + head) * head_dim;
-    out += (int64_t(row) * n_heads + head) * head_dim;
-    float m = -INFINITY, sum = 0.0f, o[MOST_BLOCKS] = {};
+    out += (int64_t(row) * n_heads + head) * value_dim;
+    float m = -INFINITY, sum = 0.0f, o[MOST] = {};
 #pragma unroll 4
     for (int at = 0; at < visible; at++) {
         const int page = page_table[int64_t(slots[row]) * max_pages + at / PAGE];
         const float* key = reinterpret_cast<const float*>(
-            pages + kv_offset(layer, n_pages, page, n_kv_heads, kv_head, bytes));
+            pages + kv_offset(layer, n_pages, page, n_kv_heads, kv_head, bytes, latent));
         key += at % PAGE * head_dim;
-        const float* value = key + PAGE * head_dim;
+        const float* value = latent ? key : key + PAGE * head_dim;
         float dot = 0.0f;
         for (int d = lane; d < head_dim; d += 32) dot += q[d] * key[d];
         const float score = warp_sum(dot) * scale, largest = fmaxf(m, score);
         const float factor = exp2f(m - largest), weight = exp2f(score - largest);
         m = largest, sum = sum * factor + weight;
-        for (int i = 0; i < MOST_BLOCKS; i++)
-            if (32 * i < head_dim) o[i] = o[i] * factor + weight * value[32 * i + lane];
+        for (int i = 0; i < MOST; i++)
+            if (32 * i + lane < value_dim) o[i] = o[i] * factor + weight * value[32 * i + lane];
     }
-    for (int i = 0; i < MOST_BLOCKS; i++)
-        if (32 * i < head_dim) out[32 * i + lane] = visible ? o[i] / sum : 0.0f;
+    for (int i = 0; i < MOST; i++)
+        if (32 * i + lane < value_dim) out[32 * i + lane] = visible ? o[i] / sum : 0.0f;
 }
 
-// x[r] f16 [rows, stride] and scale [rows] from f32 [rows, cols].
-// PRECOND: grid (rows), 1024 threads; cols % 4 = 0; stride = cols rounded up to 128.
-// One block holds one row. Moves 4 cols + 2 stride bytes a row (the second read hits the cache).
-KERNEL attention_f32_scale(const float* from, uint4* x, float* scale, int cols, int stride) {
+// ---------------------------------------------------------------------------------------------
+// Latent attention, gates, and rows of f32 as results or as GEMM inputs
+// ---------------------------------------------------------------------------------------------
+
+// out[r] f32 [n, cols]: what rmsnorm brings into f16. PRECOND: as there.
+KERNEL rmsnorm_f32(const float* h, const float* w, const int* rows, float* out, int cols, int pitch,
+                   float eps) {
     follow_predecessor();
-    const float* row = from + int64_t(blockIdx.x) * cols;
-    auto values = [=](int i) { return *reinterpret_cast<const float4*>(row + i); };
-    store_scaled_row(values, largest_in_row(values, cols), cols, stride, x, scale);
+    normalise_row(h, w, rows, cols, pitch, eps, [=](auto values, float) {
+        for (int i = 4 * threadIdx.x; i < cols; i += 4 * blockDim.x)
+            *reinterpret_cast<float4*>(out + int64_t(blockIdx.x) * cols + i) = values(i);
+    });
+}
+
+// x f16 [rows heads, stride] and scale [rows heads]: pieces of `width` values, `pitch` apart, of
+// each row of from f32 [rows, cols].
+// PRECOND: grid (rows heads), at most 1024 threads in whole warps; cols, pitch, width % 4 = 0;
+// stride = width rounded up to 128. One block holds one piece. Moves 4 width + 2 stride bytes (the
+// second read hits the cache).
+KERNEL scale_rows(const float* from, uint4* x, float* scale, int cols, int heads, int pitch,
+                  int width, int stride) {
+    follow_predecessor();
+    const int row = blockIdx.x / heads, head = blockIdx.x % heads;
+    const float* piece = from + int64_t(row) * cols + head * pitch;
+    auto values = [=](int i) { return *reinterpret_cast<const float4*>(piece + i); };
+    store_scaled_row(values, largest_in_row(values, width), width, stride, x, scale);
+}
+
+// Queries [rows, H (R + D)], f16 (f32 if KV is f32), and the key of latent attention into its page:
+// per head R values of `content` f32 [rows, H R], then the last D of a head of q, rotated; of the
+// key the last R + D columns of kv_a, RMSNorm over R of them, the others rotated.
+// PRECOND: grid (rows, ceil((H + 1) / 4)), 128 threads; R + D, for q8, in blocks of 32.
+// One warp holds one head. Moves each value once or twice; rows with slot < 0 write no key.
+KERNEL rope_latent(const float* content, const float* q, const float* kv_a, const float* angles,
+                   const float* kv_norm, void* out, char* pages, const int* page_table,
+                   const int* slots, const int* positions, int layer, int n_pages, int max_pages,
+                   int n_heads, int q_cols, int key_dim, int kv_cols, int rank, int rope_dim,
+                   int neox, int format, float eps) {
+    follow_predecessor();
+    const int row = blockIdx.x, lane = threadIdx.x & 31, head = blockIdx.y * 4 + threadIdx.x / 32;
+    if (head > n_heads) return;
+    const bool is_key = head == n_heads;
+    const int head_dim = rank + rope_dim, slot = slots[row], position = positions[row];
+    const float* plain = is_key ? kv_a + int64_t(row + 1) * kv_cols - head_dim
+                                : content + (int64_t(row) * n_heads + head) * rank;
+    const float* turned =
+        is_key ? plain + rank : q + int64_t(row) * q_cols + (head + 1) * key_dim - rope_dim;
+    angles += int64_t(row) * rope_dim;
+    float sum = 0.0f;
+    for (int d = lane; is_key && d < rank; d += 32) sum += plain[d] * plain[d];
+    const float inverse = rsqrtf(warp_sum(sum) / rank + eps);
+    const int page =
+        is_key && slot >= 0 ? page_table[int64_t(slot) * max_pages + position / PAGE] : -1;
+    char* block = pages + kv_offset(layer, n_pages, page, 1, 0, kv_block_bytes(format, head_dim),
+                                    true);
+    for (int d = lane; d < head_dim; d += 32) {
+        float value = d < rank ? plain[d] : rotated(turned, d - rank, angles, rope_dim / 2, neox);
+        if (is_key && d < rank) value *= inverse * kv_norm[d];
+        if (!is_key)
+            store_query(out, format, (int64_t(row) * n_heads + head) * head_dim + d, value);
+        else if (page >= 0)
+            store_kv(block, format, head_dim, position % PAGE, d, value);
+    }
+}
+
+// x f16 [rows, stride] *= sigmoid(gate), the gates of rope_kv in qkv f32 [rows, qkv_cols].
+// PRECOND: grid (rows, ceil(H D / 1024)), 128 threads; D % 8 = 0.
+// One thread holds 8 columns. Moves 8 bytes a column; a row's scale stays.
+KERNEL sigmoid_gate(uint4* x, const float* qkv, int cols, int stride, int qkv_cols, int head_dim) {
+    follow_predecessor();
+    const int row = blockIdx.x, column = 8 * (blockIdx.y * blockDim.x + threadIdx.x);
+    if (column >= cols) return;
+    const float* gate = qkv + int64_t(row) * qkv_cols + column + (column / head_dim + 1) * head_dim;
+    __half2* values = reinterpret_cast<__half2*>(x + piece_at(row, column, stride / CHUNK));
+    for (int i = 0; i < 4; i++) {
+        const float2 v = __half22float2(values[i]);
+        values[i] = __floats2half2_rn(__fdividef(v.x, 1.0f + __expf(-gate[2 * i])),
+                                      __fdividef(v.y, 1.0f + __expf(-gate[2 * i + 1])));
+    }
 }
 
 // ---------------------------------------------------------------------------------------------
@@ -2076,4 +2228,401 @@ sample(const float* logits, const SampleRow* draws, Adjustment* adjustments, int
         last_tokens[slots[logit_rows[blockIdx.x]]] = max(token, 0);
         if (adjustment != nullptr && token >= 0) adjustment[token].count++;
     }
+}
+
+// ---------------------------------------------------------------------------------------------
+// Mixtures of experts. A pair is a token and one of its experts; an item of work is up to 8 or 32
+// pairs of one expert, as many as a tile of a matrix product has tokens.
+// ---------------------------------------------------------------------------------------------
+
+constexpr int LANE_EXPERTS = 16, MOST_EXPERTS = 32 * LANE_EXPERTS;
+constexpr float SMALLEST_SUM = 6.1e-5f;
+
+// experts and weights [rows, k]: the k best of a row's n_experts logits by probability + bias (or
+// null), ascending, and their share. Ranks are ordered as the scores: 0 is no expert, 1 one whose
+// group is left out. Rows with slot < 0 get -1 and 0.
+// PRECOND: grid (rows), 32 threads; k <= n_experts <= min(stride, 512); n_groups <= 32, of equal
+// size and of two experts or more. One warp holds a row, lane l the experts l, l + 32, ...
+KERNEL __launch_bounds__(32)
+route(const float* logits, const float* bias, const int* slots, int* experts, float* weights,
+      int stride, int n_experts, int k, int sigmoid, int norm, float scale, int n_groups,
+      int n_groups_used) {
+    follow_predecessor();
+    __shared__ float scores[MOST_EXPERTS];
+    const int row = blockIdx.x, lane = threadIdx.x;
+    float p[LANE_EXPERTS], largest = -INFINITY, sum = 0.0f;
+    for (int i = 0; i < LANE_EXPERTS; i++) {
+        const int expert = 32 * i + lane;
+        p[i] = expert < n_experts ? logits[int64_t(row) * stride + expert] : -INFINITY;
+        largest = fmaxf(largest, p[i]);
+    }
+    largest = warp_max(largest);
+    for (int i = 0; i < LANE_EXPERTS; i++)
+        sum += p[i] = sigmoid ? 1.0f / (1.0f + expf(-p[i])) : expf(p[i] - largest);
+    sum = sigmoid ? 1.0f : warp_sum(sum);
+
+    unsigned rank[LANE_EXPERTS], chosen = 0;  // bit i: expert 32 i + lane
+    for (int i = 0; i < LANE_EXPERTS; i++) {
+        const int expert = 32 * i + lane;
+        p[i] /= sum;
+        scores[expert] = bias && expert < n_experts ? p[i] + bias[expert] : p[i];
+        rank[i] = expert < n_experts ? float_rank(scores[expert]) : 0;
+    }
+    if (n_groups > 1) {  // lane g holds group g
+        __syncwarp();
+        const int size = n_experts / n_groups;
+        float best = -INFINITY, second = -INFINITY;
+        for (int i = lane * size; lane < n_groups && i < (lane + 1) * size; i++) {
+            second = fmaxf(second, fminf(best, scores[i]));
+            best = fmaxf(best, scores[i]);
+        }
+        const float mine = sigmoid ? best + second : best;
+        int better = 0;
+        for (int g = 0; g < n_groups; g++) {
+            const float other = __shfl_sync(ALL_LANES, mine, g);
+            better += other > mine || (other == mine && g < lane);
+        }
+        const unsigned kept = __ballot_sync(ALL_LANES, better < n_groups_used);
+        for (int i = 0; i < LANE_EXPERTS; i++)
+            if (rank[i] && !(kept >> (32 * i + lane) / size & 1)) rank[i] = 1;
+    }
+    for (int n = 0; n < k; n++) {
+        unsigned best = 0, expert = MOST_EXPERTS;
+        for (int i = 0; i < LANE_EXPERTS; i++) best = max(best, rank[i]);
+        best = __reduce_max_sync(ALL_LANES, best);
+        for (int i = LANE_EXPERTS - 1; i >= 0; i--)
+            if (rank[i] == best) expert = 32 * i + lane;
+        expert = __reduce_min_sync(ALL_LANES, expert);
+        for (int i = 0; i < LANE_EXPERTS; i++)
+            if (32 * i + lane == expert) rank[i] = 0, chosen |= 1u << i;
+    }
+    sum = 0.0f;
+    for (int i = 0; i < LANE_EXPERTS; i++) sum += chosen >> i & 1 ? p[i] : 0.0f;
+    sum = norm ? fmaxf(warp_sum(sum), SMALLEST_SUM) : 1.0f;
+    const bool real = slots[row] >= 0;
+    for (int i = 0, first = row * k; i < LANE_EXPERTS; i++) {
+        const unsigned all = __ballot_sync(ALL_LANES, chosen >> i & 1);
+        const int at = first + __popc(all & ((1u << lane) - 1));
+        if (chosen >> i & 1) {
+            experts[at] = real ? 32 * i + lane : -1;
+            weights[at] = real ? p[i] / sum * scale : 0.0f;
+        }
+        first += __popc(all);
+    }
+}
+
+// The pairs sorted by expert, and the items: (expert, its first place in pairs, how many, 0).
+// PRECOND: grid (ceil(n_experts / 8)), 256 threads; n_items is what the worst spread needs, items
+// without need have no pairs. A block counts all pairs; a warp lists those of its expert.
+KERNEL route_items(const int* experts, int* pairs, int4* items, int n_pairs, int n_experts,
+                   int tile, int n_items) {
+    follow_predecessor();
+    __shared__ int counts[MOST_EXPERTS];
+    const int lane = threadIdx.x & 31, expert = blockIdx.x * 8 + (threadIdx.x >> 5);
+    for (int e = threadIdx.x; e < MOST_EXPERTS; e += blockDim.x) counts[e] = 0;
+    __syncthreads();
+    for (int pair = threadIdx.x; pair < n_pairs; pair += blockDim.x)
+        if (experts[pair] >= 0) atomicAdd(&counts[experts[pair]], 1);
+    __syncthreads();
+    if (expert >= n_experts) return;
+    const auto items_of = [&](int e) { return (counts[e] + tile - 1) / tile; };
+    int first = 0, item = 0;
+    for (int e = lane; e < expert; e += 32) first += counts[e], item += items_of(e);
+    first = __reduce_add_sync(ALL_LANES, first);
+    item = __reduce_add_sync(ALL_LANES, item);
+    const int end = expert + 1 < n_experts ? item + items_of(expert) : n_items;
+    for (int i = lane; item + i < end; i += 32)
+        items[item + i] = {expert, first + i * tile, max(0, min(tile, counts[expert] - i * tile)),
+                           0};
+#pragma unroll 4
+    for (int at = 0; at < n_pairs; at += 32) {
+        const int pair = at + lane;
+        const bool mine = pair < n_pairs && experts[pair] == expert;
+        const unsigned all = __ballot_sync(ALL_LANES, mine);
+        if (mine) pairs[first + __popc(all & ((1u << lane) - 1))] = pair;
+        first += __popc(all);
+    }
+}
+
+// The tokens of an item, by their rows of y; `per_x` neighbours of these share a row of x.
+struct ScatteredRows {
+    static constexpr bool OWN = false;
+    const int* pairs;  // that the item's tokens are, or null: every step-th row
+    int first, step, last, per_x;
+    DEVICE int y(int token) const {  // past the end: the last token again
+        const int at = first + min(token, last) * step;
+        return pairs ? pairs[at] : at;
+    }
+    DEVICE int x_of(int y_row) const { return y_row / per_x; }
+};
+
+struct LinearExperts {
+    Linear linear;      // each expert's tiles and scales lie behind those of the one before
+    const int4* items;  // or null: each token wants all `heads`, row by row of x
+    const int* pairs;
+    Int per_x, heads;   // heads: 1 with items
+};
+
+// Calls body(Is<FORMAT>, product, place, rows) for the item blockIdx.y, if it has tokens.
+template <int TOKENS, typename Body>
+DEVICE void with_item(const LinearExperts& work, Body body) {
+    wait_for_predecessor();
+    Product product = work.linear.product;
+    const int head = blockIdx.y % work.heads, token = blockIdx.y / work.heads * TOKENS;
+    int4 item = {head, token * work.heads + head, min(TOKENS, product.rows / work.heads - token),
+                 0};
+    if (work.items) item = work.items[blockIdx.y];
+    if (item.z == 0) return;
+    product.rows.value = item.z;
+    product.weight_scale += int64_t(item.x) * product.columns;
+    Place place = place_in(work.linear.stack, blockIdx.x);
+    with_format(place.format, [&](auto format) {
+        const int tiles = (place.rows + TILE_ROWS - 1) / TILE_ROWS;
+        using P = Packed<decltype(format)::VALUE>;
+        place.packed += P::tile_bytes(product.chunks) * tiles * item.x;
+        body(format, product, place,
+             ScatteredRows{work.pairs, item.y, work.heads, item.z - 1, work.per_x});
+    });
+}
+
+// y [pairs, columns] = x [pairs / per_x, K] times the rows of the pair's expert, or with heads
+// y [tokens, heads, columns] of x [tokens, heads, K]. Items of <= 8 tokens.
+// PRECOND: grid (sum of blocks, items), 128 threads. As linear_few_8 with four warps a block: K of
+// an expert is short (3 parts of 768), and warps without a part would idle.
+constexpr int EXPERT_WARPS = 4;
+KERNEL __launch_bounds__(32 * EXPERT_WARPS, 6)
+linear_experts_8(const __grid_constant__ LinearExperts work) {
+    __shared__ float sums[2][FEW_SUMS<EXPERT_WARPS>];
+    let_successor_start();
+    with_item<8>(work, [&](auto format, const Product& product, const Place& place, auto rows) {
+        linear_few<decltype(format)::VALUE, 1, 6, EXPERT_WARPS>(product, place, rows, sums);
+    });
+}
+
+// The same with items of <= 32 tokens. PRECOND: grid (sum of blocks, items), as linear_some.
+KERNEL __launch_bounds__(SomeRows::THREADS, 2)
+linear_experts_some(const __grid_constant__ LinearExperts work) {
+    extern __shared__ __align__(128) uint8_t shared[];
+    with_item<32>(work, [&](auto format, const Product& product, const Place& place, auto rows) {
+        linear_staged<decltype(format)::VALUE, SomeRows>(product, place, rows, 0, shared);
+    });
+}
+
+// h [rows, cols] += weight * y of a row's k pairs in order, from zero, then shared * gate.
+// shared [rows, cols] or null; gate: sigmoid of the last of n_logits logits, 1 if those are null.
+// PRECOND: grid (ceil(cols / 256), rows), 256 threads. Moves 4 (k + 3) cols bytes a row.
+KERNEL combine(const float* y, const int* experts, const float* weights, const float* shared,
+               const float* logits, float* h, int k, int cols, int n_logits) {
+    follow_predecessor();
+    const int column = blockIdx.x * blockDim.x + threadIdx.x, row = blockIdx.y;
+    if (column >= cols) return;
+    float total = 0.0f;
+#pragma unroll 4
+    for (int pair = row * k; pair < row * k + k; pair++)
+        if (experts[pair] >= 0) total += weights[pair] * y[int64_t(pair) * cols + column];
+    const int64_t at = int64_t(row) * cols + column, gate = int64_t(row + 1) * n_logits - 1;
+    if (shared) total += logits ? shared[at] / (1.0f + expf(-logits[gate])) : shared[at];
+    h[at] += total;
+}
+
+// ---------------------------------------------------------------------------------------------
+// Gated delta net: S f32 [d of k, d of v] per v head, one token after the other. A token's update
+// is the same arithmetic wherever it happens: as a row of 1 or of 512, or later as a pending token.
+// In memory S is transposed, [v head][d of v][d of k]: a column is contiguous.
+// ---------------------------------------------------------------------------------------------
+
+constexpr int DELTA_DIM = 128;  // values of a head of q, k and v
+
+// What delta_conv and delta_rule work on: rows of u hold q | k | v | z | beta | alpha, rows of c
+// q | k | v | beta | decay, records u of q | k | v, then c without q; o is [rows, H_v, DELTA_DIM].
+struct DeltaNet {
+    const float *u, *conv, *dt, *decay;  // conv [q | k | v, width], dt and decay [H_v]
+    float *c, *o, *states;               // states: this layer of slot 0
+    const int *spans, *slots, *positions;
+    Int k_heads, v_heads, grouped, width, ring;
+    Int u_values, c_values, record_values, slot_values;  // how far the next one is
+    float eps;
+
+    DEVICE int channels() const { return (2 * k_heads + v_heads) * DELTA_DIM; }
+    DEVICE const float* u_row(int row) const { return u + int64_t(row) * u_values; }
+    DEVICE float* c_row(int row) const { return c + int64_t(row) * c_values; }
+    DEVICE float* state(int slot) const { return states + int64_t(slot) * slot_values; }
+    DEVICE float* record(int slot, int position) const {
+        return state(slot) + v_heads * DELTA_DIM * DELTA_DIM + position % ring * record_values;
+    }
+};
+
+DEVICE float sigmoid(float x) { return __fdividef(1.0f, 1.0f + __expf(-x)); }
+
+// c of every row: silu of the causal convolution of u, q and k brought to length 1 per head, q then
+// divided by sqrt(d); beta = sigmoid(beta), decay = exp(decay softplus(alpha + dt)).
+// PRECOND: grid (rows, ceil((2 H_k + H_v) / 4)), 128 threads; the rows of a slot lie together.
+// One warp holds one head, for v with its beta and decay. Reads u `width` times, mostly from L2.
+KERNEL delta_conv(const __grid_constant__ DeltaNet work) {
+    follow_predecessor();
+    const int row = blockIdx.x, lane = threadIdx.x & 31, head = blockIdx.y * 4 + threadIdx.x / 32;
+    const int v_head = head - 2 * work.k_heads, at = head * DELTA_DIM + lane;
+    if (v_head >= work.v_heads) return;
+    const int slot = work.slots[row], position = work.positions[row];
+    float x[DELTA_DIM / 32] = {}, squares = 0.0f;
+#pragma unroll 4
+    for (int back = work.width - 1; back >= 0; back--) {
+        const float* from = nullptr;
+        if (back == 0 || (slot >= 0 && row >= back && work.slots[row - back] == slot))
+            from = work.u_row(row - back);
+        else if (slot >= 0 && position >= back)
+            from = work.record(slot, position - back);
+        const float* weight = work.conv + work.width - 1 - back;
+        for (int i = 0; from && i < DELTA_DIM / 32; i++)
+            x[i] = fmaf(from[at + 32 * i], weight[(at + 32 * i) * work.width], x[i]);
+    }
+    for (float& value : x) value = silu(value), squares = fmaf(value, value, squares);
+    const float length = sqrtf(warp_sum(squares) + work.eps);
+    const float factor = v_head >= 0 ? 1.0f
+                         : head < work.k_heads ? 1.0f / (length * sqrtf(DELTA_DIM)) : 1.0f / length;
+    float* c = work.c_row(row);
+    for (int i = 0; i < DELTA_DIM / 32; i++) c[at + 32 * i] = x[i] * factor;
+    if (v_head < 0 || lane > 0) return;
+    const float* gates = work.u_row(row) + work.u_values - 2 * work.v_heads + v_head;
+    const float alpha = gates[work.v_heads] + work.dt[v_head];
+    const float softplus = fmaxf(alpha, 0.0f) + log1pf(expf(-fabsf(alpha)));
+    c += work.channels() + v_head;
+    c[0] = sigmoid(gates[0]);
+    c[work.v_heads] = expf(work.decay[v_head] * softplus);
+}
+
+// A lane holds 16 values of k of two columns of S: 4 from 4 part on, of each 32. Eight lanes share
+// a column; part = lane / 4.
+constexpr int DELTA_VALUES = 16, DELTA_COLUMNS = 2, DELTA_THREADS = 64;
+constexpr int DELTA_WARPS = DELTA_DIM / (4 * DELTA_COLUMNS);  // that hold S of a head
+
+DEVICE void load_part(float (&x)[DELTA_VALUES], const float* from) {
+    for (int i = 0; i < DELTA_VALUES; i += 4)
+        *reinterpret_cast<float4*>(x + i) = *reinterpret_cast<const float4*>(from + 8 * i);
+}
+DEVICE float part_product(const float (&a)[DELTA_VALUES], const float (&b)[DELTA_VALUES]) {
+    float even = 0.0f, odd = 0.0f;  // two chains: a product waits for the one before it
+    for (int i = 0; i < DELTA_VALUES; i += 2)
+        even = fmaf(a[i], b[i], even), odd = fmaf(a[i + 1], b[i + 1], odd);
+    return __fadd_rn(even, odd);
+}
+DEVICE float sum_of_parts(float x) {
+    for (int o = 4; o < 32; o *= 2) x = __fadd_rn(x, __shfl_xor_sync(ALL_LANES, x, o));
+    return x;
+}
+
+// What a lane needs of a token.
+struct DeltaToken {
+    float k[DELTA_VALUES], q[DELTA_VALUES];
+    float2 v;
+    float beta, decay;
+};
+
+// Per span and v head: S takes the pending tokens from their records, then the rows, each of which
+// gets o = S^T q. A span that commits stores this S; any other stores the S before its rows, which
+// become records. Of rows that commit only the u stays that the next convolution looks back at.
+// PRECOND: grid (8 H_v, spans), 64 threads; spans int32 (first row, rows, slot, position, pending,
+// commits); pending + rows that do not commit <= ring.
+// One warp holds 8 columns of S in registers; it reads them once and stores them at most once. The
+// last span comes first: prompts stand there, and take longest.
+KERNEL __launch_bounds__(DELTA_THREADS) delta_rule(const __grid_constant__ DeltaNet work) {
+    follow_predecessor();
+    const int* span = work.spans + 6 * (gridDim.y - 1 - blockIdx.y);
+    const int first = span[0], rows = span[1], slot = span[2], position = span[3],
+              pending = span[4], commits = span[5];
+    const int lane = threadIdx.x & 31, part = lane / 4;
+    const int warp = blockIdx.x * (DELTA_THREADS / 32) + threadIdx.x / 32;
+    const int head = warp / DELTA_WARPS, at_v = (4 * warp + lane % 4) * DELTA_COLUMNS;
+    const int k_head = work.grouped ? head / (work.v_heads / work.k_heads) : head % work.k_heads;
+    const int n_k = work.k_heads * DELTA_DIM, n_v = work.v_heads * DELTA_DIM;
+    const int at_k = k_head * DELTA_DIM + 4 * part;  // at_v: column at_v % DELTA_DIM of the head
+    float* o = work.o + int64_t(first) * n_v + at_v;
+    auto store_o = [&](int row, float2 x) {
+        if (part == 0) *reinterpret_cast<float2*>(o + row * n_v) = x;
+    };
+    if (slot < 0) {
+        for (int row = 0; row < rows; row++) store_o(row, make_float2(0.0f, 0.0f));
+        return;
+    }
+    float* state = work.state(slot) + at_v * DELTA_DIM + 4 * part;
+    float s[DELTA_COLUMNS][DELTA_VALUES] = {};
+    for (int j = 0; position > pending && j < DELTA_COLUMNS; j++)
+        load_part(s[j], state + j * DELTA_DIM);
+    auto store_state = [&] {
+        for (int j = 0; j < DELTA_COLUMNS; j++)
+            for (int i = 0; i < DELTA_VALUES; i += 4)
+                *reinterpret_cast<float4*>(state + j * DELTA_DIM + 8 * i) =
+                    *reinterpret_cast<const float4*>(s[j] + i);
+    };
+    // The token `t` rows behind the first one. From k on, a record is like a row of c; what it has
+    // in place of q is not used.
+    const float* c = work.c_row(first);
+    auto load_token = [&](int t) {
+        const float* q = t < 0 ? work.record(slot, position + t) + work.channels() - n_k
+                               : c + t * work.c_values;
+        const float *k = q + n_k, *v = k + n_k, *gates = v + n_v + head;
+        DeltaToken token;
+        load_part(token.q, q + at_k);
+        load_part(token.k, k + at_k);
+        token.v = *reinterpret_cast<const float2*>(v + at_v);
+        token.beta = gates[0], token.decay = gates[work.v_heads];
+        return token;
+    };
+
+    // `out` is this lane's part of o, added up with the products of the next token: a sum over lanes
+    // is a long wait. Tokens are loaded one ahead; two in a loop need no register moves.
+    float out[DELTA_COLUMNS] = {};
+    DeltaToken next = load_token(-pending);
+#pragma unroll 2
+    for (int t = -pending; t < rows; t++) {
+        const DeltaToken token = next;
+        next = load_token(min(t + 1, rows - 1));
+        float known[DELTA_COLUMNS];  // what S holds under k: S^T k
+        for (int j = 0; j < DELTA_COLUMNS; j++) known[j] = part_product(s[j], token.k);
+        for (float& x : known) x = sum_of_parts(x);
+        for (float& x : out) x = sum_of_parts(x);
+        if (t > 0) store_o(t - 1, make_float2(out[0], out[1]));
+        for (int j = 0; j < DELTA_COLUMNS; j++) {
+            const float delta = __fmul_rn(
+                token.beta, fmaf(-token.decay, known[j], j == 0 ? token.v.x : token.v.y));
+            for (int i = 0; i < DELTA_VALUES; i++)
+                s[j][i] = fmaf(token.k[i], delta, __fmul_rn(token.decay, s[j][i]));
+            out[j] = part_product(s[j], token.q);
+        }
+        if (t == -1 && !commits) store_state();
+    }
+    for (float& x : out) x = sum_of_parts(x);
+    store_o(rows - 1, make_float2(out[0], out[1]));
+    if (commits) store_state();
+
+    const int kept = commits ? min(rows, work.width - 1) : rows;
+    const int channels = work.channels(), values = commits ? channels : work.record_values;
+    for (int i = blockIdx.x * DELTA_THREADS + threadIdx.x; i < kept * values;
+         i += gridDim.x * DELTA_THREADS) {
+        const int row = rows - kept + i / values, at = i % values;
+        work.record(slot, position + row)[at] =
+            at < channels ? work.u_row(first + row)[at]
+                          : c[row * work.c_values + at - channels + n_k];
+    }
+}
+
+// x[r] = rmsnorm of each head of o, times norm and silu(z): o f32 [rows, cols], z in rows of u that
+// are u_stride long -> x f16 [rows, stride], scale.
+// PRECOND: grid (rows), 1024 threads; cols = stride = whole heads of DELTA_DIM.
+// One block holds one row, one warp a head; both are computed twice, as in silu_mul.
+KERNEL delta_norm(const float* o, const float* z, const float* norm, uint4* x, float* scale,
+                  int cols, int u_stride, float eps) {
+    follow_predecessor();
+    o += int64_t(blockIdx.x) * cols;
+    z += int64_t(blockIdx.x) * u_stride;
+    auto values = [=](int i) {
+        const float4 a = *reinterpret_cast<const float4*>(o + i);
+        const float4 gate = *reinterpret_cast<const float4*>(z + i);
+        const float4 w = *reinterpret_cast<const float4*>(norm + i % DELTA_DIM);
+        const float squares = warp_sum((a.x * a.x + a.y * a.y) + (a.z * a.z + a.w * a.w));
+        const float inverse = rsqrtf(squares / DELTA_DIM + eps);
+        return make_float4(a.x * inverse * w.x * silu(gate.x), a.y * inverse * w.y * silu(gate.y),
+                           a.z * inverse * w.z * silu(gate.z), a.w * inverse * w.w * silu(gate.w));
+    };
+    store_scaled_row(values, largest_in_row(values, cols), cols, cols, x, scale);
 }

@@ -20,6 +20,7 @@ if __name__ == "__main__":  # before the other imports, so that Ctrl-C stops tho
     import cli
     sys.exit(cli.main())
 
+import contextlib
 import operator
 import threading
 import time
@@ -191,24 +192,18 @@ class Engine:
         drafter = self.proposer.cfg if isinstance(self.proposer, spec.DraftModel) else None
         room //= PAGE * sum(cfg.kv_bytes_per_token(kv) for cfg in (self.cfg, drafter) if cfg)
         if room < 1:
-            raise DeviceError("no memory is left for the KV cache; use a smaller model or --kv q8")
+            raise DeviceError("no memory is left for the KV cache; use a smaller model, fewer "
+                              "--sessions or --kv q8")
         n_pages = min(room, longest * self.max_sessions)
         return n_pages, min(longest, n_pages)
 
-    @property
-    def parameters(self):
-        """How many values the matrices hold that a token is multiplied with."""
-        return sum(t.shape[0] * t.shape[1] for t in self.read_tensors())
+    def bytes_per_step(self, rows):
+        """Bytes of weights that a step reads, in the format in which the backend keeps them.
 
-    @property
-    def bytes_per_token(self):
-        """Bytes of weights that a step reads, in the format in which the backend keeps them."""
-        return sum(self.ops.stored_bytes(t) for t in self.read_tensors())
-
-    def read_tensors(self):
-        tied = "output.weight" not in self.gguf.tensors
-        return [t for t in self.gguf.tensors.values()
-                if len(t.shape) == 2 and (tied or t.name != "token_embd.weight")]
+        Of experts as many as `rows` tokens use that choose them at random.
+        """
+        return round(sum((1 - (1 - share) ** rows) * self.ops.stored_bytes(tensor)
+                         for tensor, share in self.weights.reads if share))
 
     def close(self):
         """Put idle sessions into the store and give the memory back. It is the last call."""
@@ -338,30 +333,56 @@ class Engine:
         """Teacher-forced logits, float32 [len(ids), n_vocab]: row i says what follows ids[:i + 1].
         """
         ids = self.checked_ids(ids)
+        with self.lone_sequence(len(ids)) as slot:
+            return np.concatenate([self.ops.download(self.forward(self.ops.upload_batch(batch)))
+                                   for batch in self.chunks(slot, ids)])
+
+    def draft_logits(self, ids):
+        """Teacher-forced logits of the draft head (MTP), float32 [len(ids) - 1, n_vocab]: row i
+        says what follows ids[:i + 2], from the trunk's ids[:i + 1] and the token after them."""
+        ids, rows, ops = self.checked_ids(ids), [], self.ops
+        if not self.cfg.n_mtp or len(ids) < 2:
+            raise RequestError("a draft needs a model with an MTP block and two tokens")
+        with self.lone_sequence(len(ids)) as slot:
+            for batch, ahead in zip(self.chunks(slot, ids[:-1]), self.chunks(slot, ids[1:])):
+                h = model.trunk(self.cfg, self.weights, ops.upload_batch(batch), self.kv, ops)
+                hidden = ops.rmsnorm_f32(h, self.weights.output_norm, self.cfg.rms_eps)
+                logits, _ = model.mtp(self.cfg, self.weights, hidden, ops.upload_batch(ahead),
+                                      self.kv, ops)
+                rows.append(ops.download(logits))
+        return np.concatenate(rows)
+
+    @contextlib.contextmanager
+    def lone_sequence(self, length):
+        """A slot with pages for `length` tokens, between two steps. Raises RequestError."""
         self.drain()
-        count, longest = self.pages_for(ids, 0), self.page_table.shape[1]
+        count, longest = -(-length // PAGE), self.page_table.shape[1]
         if count > longest or not self.make_room(count):
             free = min(longest, self.pool.free_count + self.prefixes.unused) * PAGE
-            raise RequestError(f"{len(ids)} tokens do not fit: a sequence can have {free} now; "
+            raise RequestError(f"{length} tokens do not fit: a sequence can have {free} now; "
                                "shorten the text", code="context_length_exceeded")
         pages, slot = self.pool.take(count), self.free_slots.pop()
         self.last_step = None  # what it left on the device is overwritten now
         self.page_table[slot, :count] = pages
-        chunk = min(self.prefill_chunk, LOGIT_ROWS)
-        rope_set, rows = self.rope_set(len(ids)), []
         try:
-            for at in range(0, len(ids), chunk):
-                part = ids[at:at + chunk]
-                batch = Batch.of([(slot, at, part, rope_set, len(part))], self.page_table,
-                                 self.tile_tokens)
-                rows.append(self.ops.download(self.forward(self.ops.upload_batch(batch))[0]))
+            yield slot
         finally:
             self.pool.give(pages)
             self.free_slots.append(slot)
-        return np.concatenate(rows)
+
+    def chunks(self, slot, ids):
+        """Batches that read all `ids` and want logits of every row."""
+        chunk, rope_set = min(self.prefill_chunk, LOGIT_ROWS), self.rope_set(len(ids))
+        for at in range(0, len(ids), chunk):
+            part = ids[at:at + chunk]
+            yield Batch.of([(slot, at, part, rope_set, len(part))], self.page_table,
+                           self.tile_tokens)
 
     def forward(self, batch):
-        """(logits of the rows that want them, the residual stream after the last layer)."""
+        return self.forward_all(batch)[0]
+
+    def forward_all(self, batch):
+        """(logits of the rows that want them, the residual stream of all rows)."""
         h = model.trunk(self.cfg, self.weights, batch, self.kv, self.ops)
         return model.output(self.cfg, self.weights, h, batch, self.ops), h
 
@@ -617,7 +638,7 @@ class Engine:
                   int(position < len(r.prompt))) for r, ids, position, wanted in chosen]
         batch = Batch.of(spans, self.page_table, self.tile_tokens)
         sampled = [(r, i) for r, _, _, wanted in chosen for i in range(wanted)]
-        *result, logits, h = self.draw("", self.forward, batch, sampled)
+        *result, logits, h = self.draw("", self.forward_all, batch, sampled)
         result = self.ops.fetch(result)
         # Rare and large: these rows wait for their step here, before the next one overwrites them.
         rows_of_logits = {row: self.ops.download_row(logits, row)

@@ -332,25 +332,33 @@ def can_dequantise(kind):
 
 # ---- Config: the numbers of a model --------------------------------------------------------------
 
-class Family(NamedTuple):
-    """What the files of an architecture leave to their reader."""
-    neox: bool = True  # rotated pairs are (j, j + n / 2) of a head; otherwise (2j, 2j + 1)
-    router_norm: bool = True  # weights of a token's experts add up to 1, where no key says so
-    latent: bool = False  # attention over a latent space (MLA)
-    hybrid: bool = False  # gated delta nets between layers of gated attention
-    delta_grouped: bool = False  # see Config
-
-
+# Architectures that run, and what their files leave to the reader: that rotated pairs are "neox",
+# (j, j + n / 2) of a head and not (2j, 2j + 1); that the weights of a token's experts are "normed"
+# where no key says so; which attend over a "latent" space (MLA); which are a "hybrid" of gated
+# attention and gated delta nets, and whether heads of those are "grouped", see Config.
 FAMILIES = {
-    "llama": Family(neox=False),  # Llama 3, Mistral, Mixtral
-    "qwen2": Family(),
-    "qwen3": Family(),
-    "qwen3moe": Family(),
-    "phi3": Family(),
-    "deepseek2": Family(neox=False, router_norm=False, latent=True),
-    "qwen35": Family(hybrid=True),
-    "qwen35moe": Family(hybrid=True),
-    "qwen3next": Family(hybrid=True, delta_grouped=True),
+    "llama": {"normed"},  # Llama 3, Mistral, Mixtral
+    "qwen2": {"neox"},
+    "qwen3": {"neox"},
+    "qwen3moe": {"neox", "normed"},
+    "phi3": {"neox"},
+    "deepseek2": {"latent"},
+    "qwen35": {"neox", "hybrid"},
+    "qwen35moe": {"neox", "normed", "hybrid"},
+    "qwen3next": {"neox", "normed", "hybrid", "grouped"},
+}
+
+# Keys of these groups change what a model computes: those that are not named here are an error. Two
+# change nothing: rope.scaling.finetuned, and rope.dimension_sections, since all coordinates of a
+# position are equal in text.
+UNDERSTOOD = {
+    "rope.": "dimension_count dimension_sections freq_base scaling.type scaling.factor "
+             "scaling.original_context_length scaling.attn_factor scaling.yarn_beta_fast "
+             "scaling.yarn_beta_slow scaling.yarn_log_multiplier scaling.finetuned",
+    "expert_": "count used_count feed_forward_length shared_count shared_feed_forward_length "
+               "weights_scale weights_norm gating_func group_count group_used_count",
+    "ssm.": "conv_kernel state_size group_count time_step_rank inner_size",
+    "attention.temperature_": "",
 }
 
 
@@ -418,34 +426,31 @@ class Config:
             gguf.fail(problem)
         family = gguf.value("general.architecture", str)
         key, kind = f"{family}.", FAMILIES[family]
-        for found in gguf.metadata:
-            if found.startswith(tuple(key + group for group in STRICT)) and (
-                    found.removeprefix(key) not in UNDERSTOOD):
-                gguf.fail(f"the key {found!r} is not understood; the model would answer wrongly")
+        for group, names in UNDERSTOOD.items():
+            for name in gguf.metadata:
+                if name.startswith(key + group) and (
+                        name.removeprefix(key + group) not in names.split()):
+                    gguf.fail(f"the key {name!r} is not understood; the model would answer wrongly")
         n_mtp = gguf.size(key + "nextn_predict_layers", 0, most=1, least=0)
         n_layers = gguf.size(key + "block_count", least=1 + n_mtp) - n_mtp
         n_embd = gguf.size(key + "embedding_length")
         n_ctx = gguf.size(key + "context_length", most=MAX_POSITION)
-        heads = read_heads(gguf, key, kind.latent, n_embd)
-        rope_sets, rope_long_from, rope_magnitude, sharpness = read_rope(
-            gguf, key, heads["rope_dim"], n_ctx, kind.latent)
         n_vocab, n_tokens = read_vocabulary(gguf, n_embd)
-        experts = read_experts(gguf, key, kind.router_norm, n_layers)
-        delta = read_delta(gguf, key, n_layers, n_mtp) if kind.hybrid else {}
-        # Some mixtures have no dense layer and no key for its width.
-        n_ff = gguf.size(key + "feed_forward_length",
-                         experts["n_ff_experts"] if experts else REQUIRED)
+        heads = read_heads(gguf, key, "latent" in kind, n_embd)
+        sharpness, rope = read_rope(gguf, key, heads["rope_dim"], n_ctx, heads["latent"])
+        experts = read_experts(gguf, key, "normed" in kind, n_layers)
         return cls(
             name=gguf.value("general.name", str, gguf.path.stem),
-            rms_eps=gguf.real(key + "attention.layer_norm_rms_epsilon", most=1),
+            n_layers=n_layers, n_embd=n_embd, n_vocab=n_vocab, n_tokens=n_tokens, n_ctx=n_ctx,
+            # Some mixtures have no dense layer and no key for its width.
+            n_ff=gguf.size(key + "feed_forward_length", experts.get("n_ff_experts", REQUIRED)),
             # A file may announce the draft head and come without it.
             n_mtp=int(n_mtp and f"blk.{n_layers}.nextn.eh_proj.weight" in gguf.tensors),
+            rms_eps=gguf.real(key + "attention.layer_norm_rms_epsilon", most=1),
+            q_gated="hybrid" in kind, delta_grouped="grouped" in kind, rope_neox="neox" in kind,
             qk_norm=any(name.endswith(".attn_q_norm.weight") for name in gguf.tensors),
-            attn_scale=sharpness / math.sqrt(heads["key_dim"]),
-            rope_neox=kind.neox, q_gated=kind.hybrid, delta_grouped=kind.delta_grouped,
-            n_layers=n_layers, n_embd=n_embd, n_ff=n_ff, n_vocab=n_vocab, n_tokens=n_tokens,
-            n_ctx=n_ctx, rope_sets=rope_sets, rope_long_from=rope_long_from,
-            rope_magnitude=rope_magnitude, **heads, **experts, **delta)
+            attn_scale=sharpness / math.sqrt(heads["key_dim"]), **heads, **rope, **experts,
+            **(read_delta(gguf, key, n_layers, n_mtp) if "hybrid" in kind else {}))
 
     @property
     def n_state_layers(self):
@@ -476,77 +481,58 @@ class Config:
         return 4 * self.n_state_layers * (heads * dim * dim + ring * record)
 
 
-# Metadata of these groups changes what a model computes: each key must be one that is read here.
-# Only those of the last line change nothing: all parts of a position are equal in plain text.
-STRICT = "rope.", "expert_", "ssm.", "attention.temperature"
-UNDERSTOOD = {
-    "rope.dimension_count", "rope.freq_base", "rope.scaling.type", "rope.scaling.factor",
-    "rope.scaling.original_context_length", "rope.scaling.attn_factor",
-    "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow",
-    "rope.scaling.yarn_log_multiplier", "expert_count", "expert_used_count",
-    "expert_feed_forward_length", "expert_shared_count", "expert_shared_feed_forward_length",
-    "expert_weights_scale", "expert_weights_norm", "expert_gating_func", "expert_group_count",
-    "expert_group_used_count", "ssm.conv_kernel", "ssm.state_size", "ssm.group_count",
-    "ssm.time_step_rank", "ssm.inner_size",
-    "rope.scaling.finetuned", "rope.dimension_sections",
-}
-
-
 def read_heads(gguf, key, latent, n_embd):
     """The fields of Config that say how large the heads of attention are."""
     n_heads = gguf.size(key + "attention.head_count")
     n_kv_heads = gguf.size(key + "attention.head_count_kv", n_heads)
     if n_heads % n_kv_heads:
         gguf.fail(f"{n_heads} query heads cannot be shared out over {n_kv_heads} KV heads")
-    head_dim = gguf.size(key + "attention.key_length", n_embd // n_heads)
-    value_dim = gguf.size(key + "attention.value_length", n_embd // n_heads)
+    head_dim = key_dim = gguf.size(key + "attention.key_length", n_embd // n_heads)
+    value_dim = out_dim = gguf.size(key + "attention.value_length", n_embd // n_heads)
     rope_dim = gguf.size(key + "rope.dimension_count", REQUIRED if latent else head_dim)
-    key_dim, out_dim, q_rank = head_dim, value_dim, 0
-    if latent:
-        rank = gguf.size(key + "attention.kv_lora_rank")
-        q_rank = gguf.size(key + "attention.q_lora_rank", 0, least=0)
-        stored = rank + rope_dim, rank
-        if key + "attention.key_length_mla" in gguf.metadata:  # old files lack it
-            if (head_dim, value_dim) != stored:
-                gguf.fail(f"latent heads of {head_dim} and {value_dim} values do not fit a rank "
-                          f"of {rank} and {rope_dim} rotated values")
+    if latent:  # K and V as they are stored; old files say only what they are expanded to
+        value_dim = gguf.size(key + "attention.kv_lora_rank")
+        head_dim, n_kv_heads = value_dim + rope_dim, 1
+        if key + "attention.key_length_mla" in gguf.metadata:
+            if (key_dim, out_dim) != (head_dim, value_dim):
+                gguf.fail(f"latent heads of {key_dim} and {out_dim} values do not fit a rank "
+                          f"of {value_dim} and {rope_dim} rotated values")
             key_dim = gguf.size(key + "attention.key_length_mla")
             out_dim = gguf.size(key + "attention.value_length_mla")
-        head_dim, value_dim, n_kv_heads = *stored, 1
     elif value_dim != head_dim:
         gguf.fail("heads of K and V with different sizes are not supported")
     if rope_dim > key_dim - latent or rope_dim % 2:
         gguf.fail(f"cannot rotate {rope_dim} of the {key_dim} values of a head")
     return dict(n_heads=n_heads, n_kv_heads=n_kv_heads, head_dim=head_dim, value_dim=value_dim,
-                key_dim=key_dim, out_dim=out_dim, rope_dim=rope_dim, q_rank=q_rank, latent=latent)
+                key_dim=key_dim, out_dim=out_dim, rope_dim=rope_dim, latent=latent,
+                q_rank=gguf.size(key + "attention.q_lora_rank", 0, least=0))
 
 
-def read_experts(gguf, key, norm, n_layers):
+def read_experts(gguf, key, normed, n_layers):
     """The fields of Config about experts, none where there are none."""
     if gguf.value(key + "expert_count", int, 0) == 0:
         return {}
     n_experts = gguf.size(key + "expert_count")
     used = gguf.size(key + "expert_used_count", most=n_experts)
-    wide = key + "expert_feed_forward_length"
-    n_ff = gguf.size(wide if wide in gguf.metadata else key + "feed_forward_length")
-    shared = n_ff * gguf.size(key + "expert_shared_count", 0, least=0)
+    own = key + "expert_feed_forward_length"
+    n_ff = gguf.size(own if own in gguf.metadata else key + "feed_forward_length")
+    n_ff_shared = n_ff * gguf.size(key + "expert_shared_count", 0, least=0)
     groups = gguf.size(key + "expert_group_count", 1, most=n_experts)
     groups_used = gguf.size(key + "expert_group_used_count", groups, most=groups)
     sigmoid = gguf.size(key + "expert_gating_func", 1, most=2) == 2
-    in_group = n_experts // groups
-    # A group of a sigmoid router is judged by its two best experts.
+    in_group = n_experts // groups  # two at least where their sum tells how good a group is
     if n_experts % groups or used > groups_used * in_group or groups > 1 and in_group <= sigmoid:
-        gguf.fail(f"{n_experts} experts cannot be shared out over {groups} groups, of which "
-                  f"{groups_used} are used, for {used} experts a token")
-    scale = gguf.value(key + "expert_weights_scale", float, 0.0)
+        gguf.fail(f"{n_experts} experts, {used} for a token, cannot be shared out over {groups} "
+                  f"groups, {groups_used} for a token")
+    scaled = gguf.value(key + "expert_weights_scale", float, 0.0)
     return dict(
         n_experts=n_experts, n_experts_used=used, n_ff_experts=n_ff,
-        n_ff_shared=gguf.size(key + "expert_shared_feed_forward_length", shared, least=0),
+        n_ff_shared=gguf.size(key + "expert_shared_feed_forward_length", n_ff_shared, least=0),
         shared_gated=any(name.endswith(".ffn_gate_inp_shexp.weight") for name in gguf.tensors),
         n_dense_layers=gguf.size(key + "leading_dense_block_count", 0, n_layers, least=0),
         router_sigmoid=sigmoid, router_groups=groups, router_groups_used=groups_used,
-        router_norm=gguf.value(key + "expert_weights_norm", bool, norm),
-        router_scale=gguf.real(key + "expert_weights_scale") if scale else 1.0)
+        router_norm=gguf.value(key + "expert_weights_norm", bool, normed),
+        router_scale=gguf.real(key + "expert_weights_scale") if scaled else 1.0)
 
 
 def read_delta(gguf, key, n_layers, n_mtp):
@@ -561,11 +547,10 @@ def read_delta(gguf, key, n_layers, n_mtp):
     if recurrent is None:
         recurrent = [(i + 1) % interval != 0 for i in range(n_layers)] + [False] * n_mtp
     if len(recurrent) != n_layers + n_mtp or any(recurrent[n_layers:]) or all(recurrent):
-        gguf.fail(f"attention.recurrent_layers must name {n_layers + n_mtp} layers, and at least "
-                  "one, the draft head among them, that is not recurrent")
-    return dict(conv_width=gguf.size(key + "ssm.conv_kernel"), delta_dim=dim,
-                delta_k_heads=k_heads, delta_v_heads=v_heads,
-                recurrent=tuple(map(bool, recurrent[:n_layers])))
+        gguf.fail(f"attention.recurrent_layers must say for each of {n_layers + n_mtp} layers "
+                  "whether it is recurrent; not all can be, and a draft head is not")
+    return dict(conv_width=gguf.size(key + "ssm.conv_kernel"), delta_dim=dim, delta_k_heads=k_heads,
+                delta_v_heads=v_heads, recurrent=tuple(map(bool, recurrent[:n_layers])))
 
 
 def read_vocabulary(gguf, n_embd):
@@ -582,11 +567,11 @@ def read_vocabulary(gguf, n_embd):
 
 
 def read_rope(gguf, key, rope_dim, n_ctx, latent):
-    """(sets, long_from, magnitude, sharpness): every way of scaling ends in these four.
+    """(a factor of all scores, the fields of Config): every way of scaling ends in these.
 
     A set holds the angle per position of each rotated pair, float64. Tables in the file divide it,
     one for all sequences or one each for short and long ones; then the key `type` acts on it.
-    Where only a part of a head is rotated, YaRN may sharpen all scores instead of the rotated part.
+    Latent attention rotates a part of a head, and its YaRN makes all scores larger.
     """
     scaling = key + "rope.scaling."
     kind = gguf.value(scaling + "type", str, "linear")  # linear with factor 1 changes nothing
@@ -621,14 +606,15 @@ def read_rope(gguf, key, rope_dim, n_ctx, latent):
         sets = [angles * (blend / factor + 1 - blend) for angles in sets]
         growth = math.log(max(factor, 1))
         multiplier = gguf.value(scaling + "yarn_log_multiplier", float, 0.0)
-        if multiplier and latent:  # its square, since it stands for a factor of Q and one of K
-            sharpness = (gguf.real(scaling + "yarn_log_multiplier", most=100) * growth + 1) ** 2
-        elif multiplier:
-            gguf.fail(f"the key '{scaling}yarn_log_multiplier' is understood only for latent "
-                      "attention; the model would answer wrongly")
+        if not 0 <= multiplier < 100 or multiplier and not latent:
+            gguf.fail(f"the key '{scaling}yarn_log_multiplier' is {multiplier}; only latent "
+                      "attention knows one, from 0 to 100")
+        if multiplier:
+            sharpness = (multiplier * growth + 1) ** 2  # a factor of Q and one of K
         else:
             magnitude *= 0.1 * growth + 1
-    return tuple(tuple(angles.tolist()) for angles in sets), long_from, magnitude, sharpness
+    return sharpness, dict(rope_sets=tuple(tuple(angles.tolist()) for angles in sets),
+                           rope_long_from=long_from, rope_magnitude=magnitude)
 
 
 def yarn_blend(gguf, scaling, rope_dim, base, original):
@@ -649,8 +635,7 @@ def yarn_blend(gguf, scaling, rope_dim, base, original):
 # ---- weights: every tensor has its place ---------------------------------------------------------
 
 
-@dataclass
-class Attention:
+class Attention(NamedTuple):
     """Handles of attention over K and V of all tokens."""
     kv_layer: int  # its place in the KV cache
     qkv: object  # matrix: rows of q (see Config.q_gated), k, v; with a bias where there is one
@@ -659,8 +644,7 @@ class Attention:
     out: object  # matrix [n_embd, n_heads * head_dim]
 
 
-@dataclass
-class Latent:
+class Latent(NamedTuple):
     """Handles of attention in a latent space (MLA), in the absorbed form: K is never expanded."""
     kv_layer: int  # its place in the KV cache
     down: object  # matrix: rows of q before its norm, or of q if q_up is None; then of the latent K
@@ -672,8 +656,7 @@ class Latent:
     out: object  # matrix [n_embd, n_heads * out_dim]
 
 
-@dataclass
-class DeltaNet:
+class DeltaNet(NamedTuple):
     """Handles of a gated delta net, which keeps one state of fixed size instead of K and V."""
     state_layer: int  # its place in the states
     inputs: object  # matrix: rows of q | k | v, then z [H_v d], beta [H_v], alpha [H_v]
@@ -684,15 +667,13 @@ class DeltaNet:
     out: object  # matrix [n_embd, H_v d]
 
 
-@dataclass
-class Dense:
+class Dense(NamedTuple):
     """Handles of a gated feed-forward network."""
     gate_up: object  # matrix [2 n_ff, n_embd]: rows of gate, then of up
     down: object  # matrix [n_embd, n_ff]
 
 
-@dataclass
-class Mixture:
+class Mixture(NamedTuple):
     """Handles of a mixture of experts."""
     router: object  # matrix [n_experts, n_embd], and one more row if the shared expert is gated
     bias: object  # vector [n_experts] that counts in the choice of experts only, or None
@@ -701,8 +682,7 @@ class Mixture:
     shared: object  # Dense or None
 
 
-@dataclass
-class Layer:
+class Layer(NamedTuple):
     """A mixer, which lets tokens see those before them, and a feed-forward network."""
     mixer_norm: object  # vector [n_embd]
     mixer: object  # Attention, Latent or DeltaNet
@@ -710,16 +690,15 @@ class Layer:
     ffn: object  # Dense or Mixture
 
 
-@dataclass
-class Mtp:
+class Mtp(NamedTuple):
     """Handles of the draft head, which predicts the token after the next one."""
     embed: object  # matrix [n_vocab, n_embd]; the model's own where the head has none
-    embed_norm: object  # vector [n_embd]
-    embed_proj: object  # matrix [n_embd, n_embd]
-    hidden_norm: object  # vector [n_embd]
-    hidden_proj: object  # matrix [n_embd, n_embd]
     layer: Layer
+    embed_norm: object  # vector [n_embd]
+    hidden_norm: object  # vector [n_embd]
     norm: object  # vector [n_embd]
+    embed_proj: object  # matrix [n_embd, n_embd]
+    hidden_proj: object  # matrix [n_embd, n_embd]
     output: object  # matrix [n_vocab, n_embd]; the model's own where the head has none
 
 
@@ -732,6 +711,11 @@ class Weights:
     output: object  # matrix [n_vocab, n_embd]; the token table itself where the two are tied
     mtp: Mtp | None
     reads: list  # (Tensor, the share of it that one token reads) of each matrix outside of mtp
+
+    @property
+    def active_parameters(self):
+        """How many values a token is multiplied with: of many experts it uses a few."""
+        return round(sum(share * math.prod(tensor.shape) for tensor, share in self.reads))
 
 
 # Tensors that no op reads, and why.
@@ -752,17 +736,21 @@ class Binder:
                         if re.sub(r"^blk\.\d+\.", "", name) not in IGNORED}
         self.total = sum(gguf.tensors[name].data.nbytes for name in self.unbound)
         self.done, self.reads = 0, []  # see Weights.reads
+        self.block = ""  # what the names of all tensors begin with now
 
-    def take(self, name):
-        self.unbound.discard(name)
-        self.done += self.gguf.tensors[name].data.nbytes
+    def has(self, name):
+        return self.block + name in self.unbound
+
+    def take(self, tensor):
+        self.unbound.discard(tensor.name)
+        self.done += tensor.data.nbytes
         if self.progress:
             self.progress(self.done, self.total)
 
     def read(self, name, *shape):
         """The values of an F32 tensor, float32 of this shape."""
-        values = self.gguf.vector(name, *shape)
-        self.take(name)
+        values = self.gguf.vector(self.block + name, *shape)
+        self.take(self.gguf.tensors[self.block + name])
         return values
 
     def vector(self, name, *shape):
@@ -771,144 +759,127 @@ class Binder:
     def weights(self, rows, *shape):
         """Tensors of matrices. rows: {name: its rows}; shape: how many there are, their columns."""
         *count, cols = shape
-        found = [self.gguf.tensor(f"{name}.weight", (*count, n, cols)) for name, n in rows.items()]
+        found = [self.gguf.tensor(f"{self.block}{name}.weight", (*count, n, cols))
+                 for name, n in rows.items()]
         for tensor in found:
             if not can_dequantise(tensor.type):
                 self.gguf.fail(f"tensor {tensor.name!r} is of type {tensor.type.name}, "
                                "which cannot hold weights; convert the model again")
-            self.take(tensor.name)
+            self.take(tensor)
         return found
 
     def stack(self, tensors, bias=None, share=1.0):
-        """A matrix of row blocks, with a bias float32 [all rows] or None; or for 3-D tensors as
-        many matrices. share: how much of it one token reads."""
+        """A matrix of row blocks with a bias float32 [all rows], or one for each expert or head.
+
+        share: how much of it one token reads.
+        """
         self.reads += [(tensor, share) for tensor in tensors]
         if len(tensors[0].shape) == 3:
             return self.ops.experts(tensors)
         return self.ops.matrix(tensors, bias)
 
-    def matrix(self, rows, cols, bias=None, share=1.0):
-        """The stack of `rows`: {tensor name: its rows}."""
-        return self.stack(self.weights(rows, cols), bias, share)
+    def matrix(self, rows, cols, **options):
+        """The stack of `rows`, {tensor name: its rows}."""
+        return self.stack(self.weights(rows, cols), **options)
 
     def fused(self, name, parts):
         """`parts` {name: its rows}, or the one tensor `name` that holds the rows of all."""
-        first = next(iter(parts))
-        if f"{name}.weight" in self.unbound and f"{first}.weight" not in self.unbound:
+        if self.has(f"{name}.weight") and not self.has(f"{next(iter(parts))}.weight"):
             return {name: sum(parts.values())}
         return parts
 
-    # ---- the parts of a layer; block: what their names begin with ------------------------------
-
     def layer(self, index):
-        cfg, block = self.cfg, f"blk.{index}."
-        states = sum(cfg.recurrent[:index])  # in layers before this one
+        cfg, self.block = self.cfg, f"blk.{index}."
+        states = sum(cfg.recurrent[:index])  # in the layers before
         if any(cfg.recurrent[index:index + 1]):
-            mixer = self.delta_net(block, states)
+            mixer = self.delta_net(states)
         else:
-            mixer = (self.latent if cfg.latent else self.attention)(block, index - states)
-        ffn_norm = self.fused(f"{block}post_attention_norm", {f"{block}ffn_norm": cfg.n_embd})
+            mixer = (self.latent if cfg.latent else self.attention)(index - states)
+        norm = "ffn_norm" if self.has("ffn_norm.weight") else "post_attention_norm"
         mixed = cfg.n_experts and index >= cfg.n_dense_layers
-        return Layer(self.vector(f"{block}attn_norm.weight", cfg.n_embd), mixer,
-                     *[self.vector(f"{name}.weight", cfg.n_embd) for name in ffn_norm],
-                     self.mixture(block) if mixed else self.dense(block, cfg.n_ff))
+        return Layer(self.vector("attn_norm.weight", cfg.n_embd), mixer,
+                     self.vector(f"{norm}.weight", cfg.n_embd),
+                     self.mixture() if mixed else self.dense("", cfg.n_ff))
 
-    def attention(self, block, kv_layer):
-        cfg = self.cfg
+    def attention(self, kv_layer):
+        cfg, bias = self.cfg, None
         n_q, n_kv = cfg.n_heads * cfg.head_dim, cfg.n_kv_heads * cfg.head_dim
-        rows = self.fused(f"{block}attn_qkv", {f"{block}attn_q": n_q * (1 + cfg.q_gated),
-                                               f"{block}attn_k": n_kv, f"{block}attn_v": n_kv})
-        bias = None
-        if any(f"{part}.bias" in self.unbound for part in rows):
+        rows = self.fused("attn_qkv", {"attn_q": n_q * (1 + cfg.q_gated),
+                                       "attn_k": n_kv, "attn_v": n_kv})
+        if any(self.has(f"{part}.bias") for part in rows):
             bias = np.concatenate([self.read(f"{part}.bias", n) for part, n in rows.items()])
-        head_norm = lambda name: self.vector(f"{block}{name}.weight", cfg.head_dim)
-        return Attention(
-            kv_layer=kv_layer, qkv=self.matrix(rows, cfg.n_embd, bias),
-            q_norm=head_norm("attn_q_norm") if cfg.qk_norm else None,
-            k_norm=head_norm("attn_k_norm") if cfg.qk_norm else None,
-            out=self.matrix({f"{block}attn_output": cfg.n_embd}, n_q))
+        norms = [self.vector(f"attn_{part}_norm.weight", cfg.head_dim) if cfg.qk_norm else None
+                 for part in "qk"]
+        return Attention(kv_layer, self.matrix(rows, cfg.n_embd, bias=bias), *norms,
+                         self.matrix({"attn_output": cfg.n_embd}, n_q))
 
-    def latent(self, block, kv_layer):
+    def latent(self, kv_layer):
         cfg, rank, content = self.cfg, self.cfg.value_dim, self.cfg.key_dim - self.cfg.rope_dim
         n_q, q_norm, q_up = cfg.n_heads * cfg.key_dim, None, None
-        down = {f"{block}attn_q": n_q}
+        down = {"attn_q": n_q}
         if cfg.q_rank:
-            down = {f"{block}attn_q_a": cfg.q_rank}
-            q_norm = self.vector(f"{block}attn_q_a_norm.weight", cfg.q_rank)
-            q_up = self.matrix({f"{block}attn_q_b": n_q}, cfg.q_rank)
-        if f"{block}attn_kv_b.weight" in self.unbound:
-            rows = {f"{block}attn_kv_b": cfg.n_heads * (content + cfg.out_dim)}
-            k_b, v_b = split_kv_b(*self.weights(rows, rank), cfg.n_heads, content)
+            down = {"attn_q_a": cfg.q_rank}
+            q_norm = self.vector("attn_q_a_norm.weight", cfg.q_rank)
+            q_up = self.matrix({"attn_q_b": n_q}, cfg.q_rank)
+        if self.has("attn_kv_b.weight"):
+            both = self.weights({"attn_kv_b": cfg.n_heads * (content + cfg.out_dim)}, rank)
+            k_b, v_b = split_kv_b(*both, cfg.n_heads, content)
         else:
-            k_b, = self.weights({f"{block}attn_k_b": rank}, cfg.n_heads, content)
-            v_b, = self.weights({f"{block}attn_v_b": cfg.out_dim}, cfg.n_heads, rank)
-        return Latent(
-            kv_layer=kv_layer,
-            down=self.matrix(down | {f"{block}attn_kv_a_mqa": cfg.head_dim}, cfg.n_embd),
-            q_norm=q_norm, q_up=q_up,
-            kv_norm=self.vector(f"{block}attn_kv_a_norm.weight", rank),
-            k_b=self.stack([k_b]), v_b=self.stack([v_b]),
-            out=self.matrix({f"{block}attn_output": cfg.n_embd}, cfg.n_heads * cfg.out_dim))
+            k_b, = self.weights({"attn_k_b": rank}, cfg.n_heads, content)
+            v_b, = self.weights({"attn_v_b": cfg.out_dim}, cfg.n_heads, rank)
+        down = self.matrix(down | {"attn_kv_a_mqa": cfg.head_dim}, cfg.n_embd)
+        kv_norm = self.vector("attn_kv_a_norm.weight", rank)
+        return Latent(kv_layer, down, q_norm, q_up, kv_norm, self.stack([k_b]), self.stack([v_b]),
+                      self.matrix({"attn_output": cfg.n_embd}, cfg.n_heads * cfg.out_dim))
 
-    def delta_net(self, block, state_layer):
+    def delta_net(self, state_layer):
         cfg, heads = self.cfg, self.cfg.delta_v_heads
         inner = heads * cfg.delta_dim
-        inputs = self.weights({f"{block}attn_qkv": cfg.delta_channels, f"{block}attn_gate": inner},
-                              cfg.n_embd)
-        if f"{block}ssm_ba.weight" in self.unbound:  # for each k head rows of beta, then of alpha
-            both, = self.weights({f"{block}ssm_ba": 2 * heads}, cfg.n_embd)
+        inputs = self.weights({"attn_qkv": cfg.delta_channels, "attn_gate": inner}, cfg.n_embd)
+        if self.has("ssm_ba.weight"):  # for each k head rows of beta, then of alpha
+            both, = self.weights({"ssm_ba": 2 * heads}, cfg.n_embd)
             rows = both.data.reshape(cfg.delta_k_heads, 2, -1).swapaxes(0, 1)
             inputs.append(replace(both, data=rows.reshape(-1)))
         else:
-            inputs += self.weights({f"{block}ssm_beta": heads, f"{block}ssm_alpha": heads},
-                                   cfg.n_embd)
+            inputs += self.weights({"ssm_beta": heads, "ssm_alpha": heads}, cfg.n_embd)
         return DeltaNet(
-            state_layer=state_layer, inputs=self.stack(inputs),
-            conv=self.vector(f"{block}ssm_conv1d.weight", cfg.delta_channels, cfg.conv_width),
-            dt=self.vector(f"{block}ssm_dt.bias", heads),
-            decay=self.vector(f"{block}ssm_a", heads),
-            norm=self.vector(f"{block}ssm_norm.weight", cfg.delta_dim),
-            out=self.matrix({f"{block}ssm_out": cfg.n_embd}, inner))
+            state_layer, self.stack(inputs),
+            self.vector("ssm_conv1d.weight", cfg.delta_channels, cfg.conv_width),
+            self.vector("ssm_dt.bias", heads), self.vector("ssm_a", heads),
+            self.vector("ssm_norm.weight", cfg.delta_dim),
+            self.matrix({"ssm_out": cfg.n_embd}, inner))
 
-    def dense(self, block, width, kind=""):
-        gate_up = {f"{block}ffn_gate{kind}": width, f"{block}ffn_up{kind}": width}
-        return Dense(
-            gate_up=self.matrix(self.fused(f"{block}ffn_up{kind}", gate_up), self.cfg.n_embd),
-            down=self.matrix({f"{block}ffn_down{kind}": self.cfg.n_embd}, width))
+    def dense(self, kind, width):
+        parts = {f"ffn_gate{kind}": width, f"ffn_up{kind}": width}
+        return Dense(self.matrix(self.fused(f"ffn_up{kind}", parts), self.cfg.n_embd),
+                     self.matrix({f"ffn_down{kind}": self.cfg.n_embd}, width))
 
-    def mixture(self, block):
-        cfg, width, bias = self.cfg, self.cfg.n_ff_experts, f"{block}exp_probs_b.bias"
-        router = {f"{block}ffn_gate_inp": cfg.n_experts}
-        if cfg.shared_gated:
-            router |= {f"{block}ffn_gate_inp_shexp": 1}
-        gate_up = self.fused(f"{block}ffn_gate_up_exps", {f"{block}ffn_gate_exps": width,
-                                                          f"{block}ffn_up_exps": width})
-        down, share = {f"{block}ffn_down_exps": cfg.n_embd}, cfg.n_experts_used / cfg.n_experts
-        return Mixture(
-            router=self.matrix(router, cfg.n_embd),
-            bias=self.vector(bias, cfg.n_experts) if bias in self.unbound else None,
-            gate_up=self.stack(self.weights(gate_up, cfg.n_experts, cfg.n_embd), share=share),
-            down=self.stack(self.weights(down, cfg.n_experts, width), share=share),
-            shared=self.dense(block, cfg.n_ff_shared, "_shexp") if cfg.n_ff_shared else None)
+    def mixture(self):
+        cfg, n, width = self.cfg, self.cfg.n_experts, self.cfg.n_ff_experts
+        router = {"ffn_gate_inp": n} | ({"ffn_gate_inp_shexp": 1} if cfg.shared_gated else {})
+        gate_up = self.fused("ffn_gate_up_exps", {"ffn_gate_exps": width, "ffn_up_exps": width})
+        stacks = [self.stack(self.weights(*what), share=cfg.n_experts_used / n) for what in (
+            (gate_up, n, cfg.n_embd), ({"ffn_down_exps": cfg.n_embd}, n, width))]
+        bias = self.vector("exp_probs_b.bias", n) if self.has("exp_probs_b.bias") else None
+        shared = self.dense("_shexp", cfg.n_ff_shared) if cfg.n_ff_shared else None
+        return Mixture(self.matrix(router, cfg.n_embd), bias, *stacks, shared)
 
     def mtp(self, embed, output):
-        """The draft head, whose block comes after those of the layers."""
-        cfg, block = self.cfg, f"blk.{self.cfg.n_layers}.nextn."
-        vector = lambda name: self.vector(f"{block}{name}.weight", cfg.n_embd)
-        own = lambda name, default: (self.matrix({block + name: cfg.n_vocab}, cfg.n_embd)
-                                     if f"{block}{name}.weight" in self.unbound else default)
-        both, = self.weights({f"{block}eh_proj": cfg.n_embd}, 2 * cfg.n_embd)
+        cfg = self.cfg
+        layer = self.layer(cfg.n_layers)  # its block comes after those of the layers
+        norms = [self.vector(f"nextn.{name}.weight", cfg.n_embd)
+                 for name in ("enorm", "hnorm", "shared_head_norm")]
+        own = lambda name, default: (self.matrix({name: cfg.n_vocab}, cfg.n_embd)
+                                     if self.has(f"{name}.weight") else default)
+        both, = self.weights({"nextn.eh_proj": cfg.n_embd}, 2 * cfg.n_embd)
         if cfg.n_embd % GGML_QUANT_SIZES[both.type][0]:
-            self.gguf.fail(f"tensor {both.name!r} cannot be split: half a row of it is no whole "
-                           f"number of {both.type.name} blocks; convert the model to F16")
+            self.gguf.fail(f"tensor {both.name!r} cannot be split in the middle of a block of "
+                           f"{both.type.name}; convert the model to F16")
         halves = both.data.reshape(cfg.n_embd, 2, -1).swapaxes(0, 1).reshape(2, -1)
-        embed_proj, hidden_proj = [
-            self.stack([replace(both, name=f"{both.name}[{i}]", shape=(cfg.n_embd,) * 2, data=half)])
-            for i, half in enumerate(halves)]
-        return Mtp(
-            embed=own("embed_tokens", embed), embed_norm=vector("enorm"), embed_proj=embed_proj,
-            hidden_norm=vector("hnorm"), hidden_proj=hidden_proj, layer=self.layer(cfg.n_layers),
-            norm=vector("shared_head_norm"), output=own("shared_head_head", output))
+        projections = [self.stack([Tensor(f"{both.name}[{i}]", both.type, (cfg.n_embd,) * 2, half)])
+                       for i, half in enumerate(halves)]
+        return Mtp(own("nextn.embed_tokens", embed), layer, *norms, *projections,
+                   own("nextn.shared_head_head", output))
 
 
 def split_kv_b(tensor, heads, content):
@@ -916,13 +887,13 @@ def split_kv_b(tensor, heads, content):
 
     k_b is needed transposed, [heads, rank, content], and so no longer in the format of the file.
     """
-    rank, rows = tensor.shape[1], tensor.data.reshape(heads, tensor.shape[0] // heads, -1)
-    piece = lambda name, shape, data, kind=tensor.type: Tensor(
-        tensor.name.replace("attn_kv_b", name), kind, shape, data.reshape(-1).view(np.uint8))
-    k = dequantize(np.ascontiguousarray(rows[:, :content]), tensor.type).swapaxes(1, 2)
-    return (piece("attn_k_b", k.shape, np.ascontiguousarray(k), GGMLQuantizationType.F32),
-            piece("attn_v_b", (heads, rows.shape[1] - content, rank),
-                  np.ascontiguousarray(rows[:, content:])))
+    rows = tensor.data.reshape(heads, tensor.shape[0] // heads, -1)
+    keys = dequantize(np.ascontiguousarray(rows[:, :content]), tensor.type).swapaxes(1, 2)
+    keys = np.ascontiguousarray(keys, np.float32)
+    k_b = Tensor(f"{tensor.name} (K)", GGMLQuantizationType.F32, keys.shape,
+                 keys.reshape(-1).view(np.uint8))
+    return k_b, Tensor(f"{tensor.name} (V)", tensor.type, (heads, rows.shape[1] - content,
+                       tensor.shape[1]), np.ascontiguousarray(rows[:, content:]).reshape(-1))
 
 
 def load(gguf, ops, progress=None):
@@ -935,9 +906,9 @@ def load(gguf, ops, progress=None):
     binder = Binder(gguf, cfg, ops, progress)
     tied = "output.weight" not in gguf.tensors
     embed = binder.matrix({"token_embd": cfg.n_vocab}, cfg.n_embd, share=float(tied))
+    output = embed if tied else binder.matrix({"output": cfg.n_vocab}, cfg.n_embd)
     output_norm = binder.vector("output_norm.weight", cfg.n_embd)
     layers = [binder.layer(index) for index in range(cfg.n_layers)]
-    output = embed if tied else binder.matrix({"output": cfg.n_vocab}, cfg.n_embd)
     reads = list(binder.reads)
     mtp = binder.mtp(embed, output) if cfg.n_mtp else None
     if binder.unbound:
@@ -949,153 +920,94 @@ def load(gguf, ops, progress=None):
 # ---- the forward pass ------------------------------------------------------------------------
 
 
-class Run(NamedTuple):
-    """What the ops of one layer share."""
-    cfg: Config
-    ops: object  # the op table
-    kv: object  # pages, and states if the model has any
-    batch: object
-    angles: object
-    see: object  # called with (name, value) of every buffer
-
-
-def unseen(name, layer, value):
-    """The default of `see`: nobody looks."""
-
-
-def forward(cfg, weights, batch, kv, ops, see=unseen):
+def forward(cfg, weights, batch, kv, ops):
     """Logits of batch.logit_rows, float32 [n, n_vocab], as a handle of the backend `ops`.
 
     Writes K and V of all rows to the pages that batch.page_table names, and the states of their
-    slots. `see(name, layer, value)` is shown every intermediate buffer: `leone.py diff` compares
-    two backends with it.
+    slots.
     """
-    return output(cfg, weights, trunk(cfg, weights, batch, kv, ops, see), batch, ops, see)
+    return output(cfg, weights, trunk(cfg, weights, batch, kv, ops), batch, ops)
 
 
-def output(cfg, weights, h, batch, ops, see=unseen):
+def output(cfg, weights, h, batch, ops):
     """Logits of batch.logit_rows from the residual stream after the last layer."""
     x = ops.rmsnorm(h, weights.output_norm, cfg.rms_eps, batch.logit_rows)
-    see("output_norm", -1, x)
-    logits = ops.linear(x, weights.output)
-    see("logits", -1, logits)
-    return logits
+    return ops.linear(x, weights.output)
 
 
-def trunk(cfg, weights, batch, kv, ops, see=unseen):
+def trunk(cfg, weights, batch, kv, ops):
     """h f32 [rows, n_embd]: the residual stream after the last layer."""
     h = ops.embed(weights.embed, batch)
-    see("embed", -1, h)
     angles = ops.rope_angles(cfg, batch)
-    for i, layer in enumerate(weights.layers):
-        see_here = lambda name, value: see(name, i, value)
-        add_layer(layer, h, Run(cfg, ops, kv, batch, angles, see_here))
+    for layer in weights.layers:
+        add_layer(layer, h, angles, cfg, batch, kv, ops)
     return h
 
 
-def draft(cfg, weights, hidden, batch, kv, ops):
-    """The draft head (MTP): (logits of batch.logit_rows, the next `hidden`).
+def mtp(cfg, weights, hidden, batch, kv, ops):
+    """(logits of batch.logit_rows, the next `hidden`) of the draft head.
 
-    A row knows `hidden` f32 [rows, n_embd] of a position, that is rmsnorm_f32(trunk's result,
-    output_norm), and has the token of the next position; its logits are for the one after that.
-    With the drafted token and the next `hidden` it drafts further. It has KV of its own.
+    A row has `hidden` f32 [., n_embd] of a position, that is rmsnorm_f32(trunk, output_norm), and
+    the token of the next position; its logits are for the one after that. With the drafted token
+    and the next `hidden` it drafts further. It has K and V of its own.
     """
     head = weights.mtp
     h = ops.embed(head.embed, batch)
-    x = ops.rmsnorm(h, head.embed_norm, cfg.rms_eps)
-    ops.linear(x, head.embed_proj, out=h)
-    x = ops.rmsnorm(hidden, head.hidden_norm, cfg.rms_eps)
-    ops.linear_add(x, head.hidden_proj, h)
-    see = lambda name, value: None
-    add_layer(head.layer, h, Run(cfg, ops, kv, batch, ops.rope_angles(cfg, batch), see))
+    ops.linear(ops.rmsnorm(h, head.embed_norm, cfg.rms_eps), head.embed_proj, out=h)
+    ops.linear_add(ops.rmsnorm(hidden, head.hidden_norm, cfg.rms_eps), head.hidden_proj, h)
+    add_layer(head.layer, h, ops.rope_angles(cfg, batch), cfg, batch, kv, ops)
     x = ops.rmsnorm(h, head.norm, cfg.rms_eps, batch.logit_rows)
     return ops.linear(x, head.output), ops.rmsnorm_f32(h, head.norm, cfg.rms_eps)
 
 
-def add_layer(layer, h, run):
+def add_layer(layer, h, angles, cfg, batch, kv, ops):
     """h += mixer(norm(h)), then h += ffn(norm(h)), in place."""
-    cfg, ops, *_, see = run
     add_mixer = {Attention: attention, Latent: latent, DeltaNet: delta_net}[type(layer.mixer)]
     add_ffn = {Dense: dense, Mixture: mixture}[type(layer.ffn)]
     x = ops.rmsnorm(h, layer.mixer_norm, cfg.rms_eps)
-    see("mixer_norm", x)
-    add_mixer(layer.mixer, x, h, run)
-    see("mixer_out", h)
+    add_mixer(layer.mixer, x, h, angles, cfg, batch, kv, ops)
     x = ops.rmsnorm(h, layer.ffn_norm, cfg.rms_eps)
-    see("ffn_norm", x)
-    add_ffn(layer.ffn, x, h, run)
-    see("ffn_out", h)
+    add_ffn(layer.ffn, x, h, cfg, batch, ops)
 
 
-def attention(w, x, h, run):
-    cfg, ops, kv, batch, angles, see = run
+def attention(w, x, h, angles, cfg, batch, kv, ops):
     qkv = ops.linear(x, w.qkv)
-    see("qkv", qkv)
     q = ops.rope_kv(qkv, angles, w.q_norm, w.k_norm, cfg, w.kv_layer, kv, batch)
-    see("q", q)
     x = ops.attention(q, cfg, w.kv_layer, kv, batch)
-    see("attention", x)
     if cfg.q_gated:
         x = ops.sigmoid_gate(x, qkv, cfg)
-        see("sigmoid_gate", x)
     ops.linear_add(x, w.out, h)
 
 
-def latent(w, x, h, run):
-    cfg, ops, kv, batch, angles, see = run
-    down = ops.linear(x, w.down)
-    see("down", down)
-    q = down
+def latent(w, x, h, angles, cfg, batch, kv, ops):
+    q = down = ops.linear(x, w.down)
     if w.q_up is not None:
         q = ops.linear(ops.rmsnorm(down, w.q_norm, cfg.rms_eps), w.q_up)
-        see("q_up", q)
     x = ops.scale_rows(q, cfg.n_heads, cfg.key_dim, cfg.key_dim - cfg.rope_dim)
     content = ops.linear_heads(x, w.k_b)
-    see("content", content)
     q = ops.rope_latent(content, q, down, angles, w.kv_norm, cfg, w.kv_layer, kv, batch)
-    see("q", q)
     x = ops.attention(q, cfg, w.kv_layer, kv, batch)
-    see("attention", x)
-    v = ops.linear_heads(x, w.v_b)
-    see("v", v)
-    ops.linear_add(ops.scale_rows(v), w.out, h)
-
-
-def delta_net(w, x, h, run):
-    cfg, ops, kv, batch, _, see = run
-    u = ops.linear(x, w.inputs)
-    see("inputs", u)
-    c = ops.delta_conv(u, w, cfg, w.state_layer, kv, batch)
-    see("delta_conv", c)
-    o = ops.delta_rule(u, c, cfg, w.state_layer, kv, batch)
-    see("delta_rule", o)
-    x = ops.delta_norm(o, u, w.norm, cfg)
-    see("delta_norm", x)
+    x = ops.scale_rows(ops.linear_heads(x, w.v_b))
     ops.linear_add(x, w.out, h)
 
 
-def dense(w, x, h, run):
-    ops, see = run.ops, run.see
-    gate_up = ops.linear(x, w.gate_up)
-    see("gate_up", gate_up)
-    x = ops.silu_mul(gate_up)
-    see("silu_mul", x)
+def delta_net(w, x, h, angles, cfg, batch, kv, ops):
+    u = ops.linear(x, w.inputs)
+    c = ops.delta_conv(u, w, cfg, w.state_layer, kv, batch)
+    o = ops.delta_rule(u, c, cfg, w.state_layer, kv, batch)
+    ops.linear_add(ops.delta_norm(o, u, w.norm, cfg), w.out, h)
+
+
+def dense(w, x, h, cfg, batch, ops):
+    x = ops.silu_mul(ops.linear(x, w.gate_up))
     ops.linear_add(x, w.down, h)
 
 
-def mixture(w, x, h, run):
-    cfg, ops, _, batch, _, see = run
-    logits = ops.linear(x, w.router)
-    see("router", logits)
+def mixture(w, x, h, cfg, batch, ops):
+    logits, shared = ops.linear(x, w.router), None
     routes = ops.route(logits, w.bias, cfg, batch)
-    see("experts", routes.experts)
-    see("weights", routes.weights)
-    gate_up = ops.linear_experts(x, w.gate_up, routes)
-    see("gate_up", gate_up)
-    y = ops.linear_experts(ops.silu_mul(gate_up), w.down, routes)
-    see("down", y)
-    shared = None
+    y = ops.silu_mul(ops.linear_experts(x, w.gate_up, routes))
+    y = ops.linear_experts(y, w.down, routes)
     if w.shared is not None:
         shared = ops.linear(ops.silu_mul(ops.linear(x, w.shared.gate_up)), w.shared.down)
-        see("shared", shared)
     ops.combine(y, routes, shared, logits if cfg.shared_gated else None, h)

@@ -59,14 +59,6 @@ class Matrix:
 
 
 @dataclass
-class Experts:
-    """Matrices of one shape [rows, cols]: those of the experts of a mixture, or of heads."""
-    matrices: list
-    rows: int
-    cols: int
-
-
-@dataclass
 class Routes:
     """Which experts a token goes to, ascending, and how much each counts: [rows, k].
 
@@ -102,9 +94,8 @@ class Reference:
                       None if bias is None else self.vector(bias))
 
     def experts(self, tensors):
-        """Stack the row blocks of `tensors`, each [experts, rows, cols], for each expert."""
-        matrices = [self.matrix(parts) for parts in zip(*(t.parts() for t in tensors))]
-        return Experts(matrices, matrices[0].rows, matrices[0].cols)
+        """A Matrix for each expert, or head, from `tensors`, each [experts, rows, cols]."""
+        return [self.matrix(parts) for parts in zip(*(tensor.parts() for tensor in tensors))]
 
     def vector(self, array):
         return np.asarray(array, self.dtype)
@@ -380,8 +371,8 @@ class Reference:
         span commits, else they become the pending ones. Rows with a negative slot give zeros.
         """
         states, channels = kv.states, cfg.delta_channels
-        n_q = cfg.delta_k_heads * cfg.delta_dim
-        records = np.concatenate([u[:, :channels], c[:, n_q:]], axis=1)
+        q, tokens = np.split(c, [cfg.delta_k_heads * cfg.delta_dim], axis=1)
+        records = np.concatenate([u[:, :channels], tokens], axis=1)
         o = np.zeros((len(u), cfg.delta_v_heads, cfg.delta_dim), self.dtype)
         for first, rows, slot, position, pending, commits in batch.spans:
             if slot < 0:
@@ -393,9 +384,8 @@ class Reference:
                 delta_step(state, recent[at % states.ring, channels:], cfg)
             state = state if commits else state.copy()
             for row in range(first, first + rows):
-                delta_step(state, c[row, n_q:], cfg)
-                q = of_v_heads(c[row, :n_q], cfg)
-                o[row] = np.sum(state * q[:, None], axis=-1)
+                delta_step(state, tokens[row], cfg)
+                o[row] = np.einsum("hvk,hk->hv", state, of_v_heads(q[row], cfg))
             kept = np.arange(max(0, rows - states.ring), rows)
             recent[(position + kept) % states.ring] = records[first + kept]
         return o.reshape(len(u), -1)
@@ -430,8 +420,7 @@ class Reference:
         if cfg.router_groups > 1:
             groups = score.reshape(len(score), cfg.router_groups, -1)
             best = np.sort(groups, axis=-1)[..., -2 if cfg.router_sigmoid else -1:].sum(axis=-1)
-            kept = np.zeros(best.shape, bool)
-            np.put_along_axis(kept, best_of(best, cfg.router_groups_used), True, axis=-1)
+            kept = best_of(best, cfg.router_groups).argsort(axis=-1) < cfg.router_groups_used
             score = np.where(kept[..., None], groups, -np.inf).reshape(score.shape)
         experts = np.sort(best_of(score, cfg.n_experts_used), axis=-1).astype(np.int32)
         weights = np.take_along_axis(probability, experts, axis=-1)
@@ -442,23 +431,21 @@ class Reference:
                       np.where(real, weights * self.dtype.type(cfg.router_scale), 0))
 
     def linear_experts(self, x, w, routes):
-        """y [rows * k, w.rows] = for each row and each of its experts, x times the expert's rows.
+        """y [rows * k, n] = for each row and each of its experts, x times the expert's rows.
 
         x has a row for each row, or for each of its k experts. Without an expert y is zero.
         """
         experts = routes.experts.reshape(-1)
         row_of = np.arange(len(experts)) // (len(experts) // len(x))
-        y = np.zeros((len(experts), w.rows), self.dtype)
+        y = np.zeros((len(experts), w[0].rows), self.dtype)
         for expert in np.unique(experts[experts >= 0]):
             chosen = experts == expert
-            y[chosen] = self.linear(x[row_of[chosen]], w.matrices[expert])
+            y[chosen] = self.linear(x[row_of[chosen]], w[expert])
         return y
 
     def linear_heads(self, x, w):
-        """y [rows, heads * w.rows] = row r * heads + h of x times the rows of head h, for all."""
-        heads = len(w.matrices)
-        parts = [self.linear(x[head::heads], matrix) for head, matrix in enumerate(w.matrices)]
-        return np.concatenate(parts, axis=1)
+        """y [rows, heads * n] = row r * heads + h of x times the rows of head h."""
+        return np.concatenate([self.linear(x[h::len(w)], head) for h, head in enumerate(w)], axis=1)
 
     @np.errstate(over="ignore", invalid="ignore")
     def combine(self, y, routes, shared, logits, h):
@@ -591,7 +578,8 @@ class Pages:
 class States:
     """Recurrent state of the gated delta nets: [slot, layer] of a matrix and of recent tokens.
 
-    matrix: S of each v head, transposed to [d of v, d of k], so that sums run along the last axis.
+    matrix: S of each v head, transposed to [d of v, d of k], so that sums run along the last axis
+    (einsum: without an array of products, 3 to 20 times as fast).
     recent: at place position % ring u's q | k | v of a token (the convolution looks back), then
     k | v | beta | decay (a pending token enters the matrix later). The ring holds those that are
     pending and those that become so, or those that are pending and what the convolution needs.
@@ -610,20 +598,19 @@ class States:
 
 def of_v_heads(x, cfg):
     """[H_v, d]: for each v head its k head of x [H_k d]."""
-    head = np.arange(cfg.delta_v_heads)
-    group = cfg.delta_v_heads // cfg.delta_k_heads
-    return x.reshape(-1, cfg.delta_dim)[
-        head // group if cfg.delta_grouped else head % cfg.delta_k_heads]
+    head, group = np.arange(cfg.delta_v_heads), cfg.delta_v_heads // cfg.delta_k_heads
+    k_head = head // group if cfg.delta_grouped else head % cfg.delta_k_heads
+    return x.reshape(-1, cfg.delta_dim)[k_head]
 
 
 def delta_step(state, token, cfg):
     """Enter one token into state [H_v, d of v, d of k], in place. token: k | v | beta | decay."""
     n_k, n_v = cfg.delta_k_heads * cfg.delta_dim, cfg.delta_v_heads * cfg.delta_dim
     k, v, beta, decay = np.split(token, np.cumsum([n_k, n_v, cfg.delta_v_heads]))
-    k, v = of_v_heads(k, cfg)[:, None], v.reshape(-1, cfg.delta_dim)
+    k, v = of_v_heads(k, cfg), v.reshape(-1, cfg.delta_dim)
     state *= decay[:, None, None]
-    delta = beta[:, None] * (v - np.sum(state * k, axis=-1))
-    state += delta[..., None] * k
+    delta = beta[:, None] * (v - np.einsum("hvk,hk->hv", state, k))
+    state += delta[..., None] * k[:, None]
 
 
 def quantise_q8(x):

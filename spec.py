@@ -207,7 +207,7 @@ class Mtp(Proposer):
         spans.append((-1, 0, [-2] * (hidden.shape[0] - end), 0, 0))
         batch = Batch.of([span for span in spans if span[2]], engine.page_table,
                          engine.tile_tokens)
-        forward = lambda batch: model.draft(engine.cfg, engine.weights, hidden, batch, engine.kv,
+        forward = lambda batch: model.mtp(engine.cfg, engine.weights, hidden, batch, engine.kv,
                                             engine.ops)
         wanted = [] if place is None else [(request, place) for request in active]
         tokens, _, _, hidden = engine.draw(None, forward, batch, wanted)

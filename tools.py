@@ -13,7 +13,7 @@ import receipts
 import reference
 from errors import DeviceError, ModelError, RequestError
 from kv import PAGE, Batch
-from leone import Engine
+from leone import PENDING, Engine
 from sampling import Sampling
 from tokenizer import Tokenizer
 
@@ -28,6 +28,8 @@ class CheckOnly:
 
     def matrix(self, tensors, bias=None):
         """Read nothing."""
+
+    experts = matrix
 
     def vector(self, array):
         """The loader has looked at the values already."""
@@ -74,7 +76,7 @@ def examine(path):
     """The report as a dict of plain values. Reads the header and the norm vectors, no matrix."""
     gguf = model.GGUF(path)
     problem = model.unsupported(gguf)
-    cfg = None if problem else model.load(gguf, CheckOnly())[0]
+    cfg, weights = (None, None) if problem else model.load(gguf, CheckOnly())
     family = gguf.value("general.architecture", str)
     card = device.probe()
     on_card = card if isinstance(card, dict) else None
@@ -88,6 +90,8 @@ def examine(path):
         "supported": problem is None,
         "problem": problem,
         "parameters": sum(math.prod(tensor.shape) for tensor in gguf.tensors.values()),
+        "active_parameters": weights.active_parameters if cfg and cfg.n_experts else None,
+        "state_bytes": cfg and cfg.state_bytes(PENDING),
         "layers": gguf.value(f"{family}.block_count", int, None),
         "context": gguf.value(f"{family}.context_length", int, None),
         "formats": formats,
@@ -127,15 +131,12 @@ def count_formats(tensors):
 
 def cuda_problem(cfg, kv_format="f16"):
     """Why the CUDA kernels have no attention for this model, or None."""
-    if cfg and cfg.n_heads // cfg.n_kv_heads > device.ATTENTION_ROWS:
-        return f"{cfg.n_heads} query heads share {cfg.n_kv_heads} KV heads: use --backend cpu"
-    if cfg and cfg.head_dim not in (device.ATTENTION_BLOCKS if kv_format != "f32" else
-                                    range(32, 257, 32)):
-        return f"no kernel for heads of {cfg.head_dim} values: use --backend cpu"
+    return cfg and device.attention_problem(cfg, kv_format)
 
 
 def describe_kv(cfg, card, weight_bytes):
-    """For each KV format: bytes per token and of a whole context, tokens that fit on the card."""
+    """For each KV format: bytes per token and of a whole context, tokens of one sequence that fit
+    on the card."""
     if cfg is None:
         return None
     described = {}
@@ -143,7 +144,8 @@ def describe_kv(cfg, card, weight_bytes):
         per_token = cfg.kv_bytes_per_token(kv_format)
         fits = None
         if card and not cuda_problem(cfg, kv_format):
-            room = max(0, card["free_bytes"] - weight_bytes - CUDA_OVERHEAD)
+            held = weight_bytes + CUDA_OVERHEAD + cfg.state_bytes(PENDING)
+            room = max(0, card["free_bytes"] - held)
             fits = room // (per_token * PAGE) * PAGE
         described[kv_format] = {"bytes_per_token": per_token,
                                 "context_bytes": per_token * cfg.n_ctx, "fits_tokens": fits}
@@ -181,8 +183,10 @@ def table(report):
     name = printable(report["name"] or report["path"])
     layers = f"{report['layers']} layers, " if report["layers"] else ""
     files = f" in {report['files']} files" if report["files"] > 1 else ""
+    active = f" ({report['active_parameters']:,} a token)" if report["active_parameters"] else ""
     yield row("model", f"{name} ({printable(report['architecture'])}, {layers}"
-                       f"{report['parameters']:,} parameters, {size(report['file_bytes'])}{files})")
+                       f"{report['parameters']:,} parameters{active}, "
+                       f"{size(report['file_bytes'])}{files})")
     yield row("family", printable(report["problem"]) if report["problem"] else "supported")
     yield row("context", f"{report['context']:,} tokens" if report["context"] else "unknown")
     yield row("tokenizer", printable(tokenizer_line(report["tokenizer"])))
@@ -202,6 +206,8 @@ def table(report):
     for entry in report["formats"]:
         yield row(entry["type"], f"{entry['used_for']:10}{entry['tensors']:>9,}"
                   f"{size(entry['bytes']):>12}  {entry['cuda']:17}{entry['cpu']}")
+    if report["state_bytes"]:
+        yield row("state", f"{size(report['state_bytes'])} for each live session, beside its KV")
     if report["kv"]:
         yield ""
         yield row("--kv", f"{'bytes/token':>19}{'context':>12}  fits on the card now")
@@ -277,16 +283,17 @@ def bench(engine, rows, profile=False, as_json=False):
         run(n, PROMPT, 4)  # builds the graphs
         speeds = sorted(n * (new - 1) / run(n, PROMPT, new)[1] for _ in range(repeats))
         speed = speeds[repeats // 2]
-        gigabytes = speed / n * engine.bytes_per_token / 1e9
+        gigabytes = speed / n * engine.bytes_per_step(n) / 1e9
         result["decode"].append(dict(
             rows=n, tokens_per_s=speed, slowest=speeds[0], fastest=speeds[-1],
             ms_per_step=1e3 * n / speed, gb_per_s=gigabytes, share=gigabytes / roof))
+    flop = 2 * engine.weights.active_parameters
     for length in PREFILLS:
         if length < longest and not (quick and length > 512):
             run(1, length, 1)
             seconds = sorted(run(1, length, 1)[0] for _ in range(repeats))[repeats // 2]
             result["prefill"].append(dict(tokens=length, tokens_per_s=length / seconds,
-                                          tflop_per_s=2e-12 * engine.parameters * length / seconds))
+                                          tflop_per_s=flop * length / seconds / 1e12))
     if profile:
         result["ops"] = profile_ops(engine, rng)
     print(json.dumps(result) if as_json else bench_table(result))
@@ -341,9 +348,9 @@ class TimedOps:
     def __getattr__(self, name):
         op = getattr(self.ops, name)
 
-        def timed(*args):
+        def timed(*args, **options):
             before = self.ops.mark()
-            result = op(*args)
+            result = op(*args, **options)
             self.marks.append((name, before, self.ops.mark()))
             return result
         return timed
@@ -404,6 +411,30 @@ def perplexity(engine, text, window, as_json=False):
 DIFF_TOLERANCE = {"f32": 1e-2, "f16": 1e-2, "q8": 4e-2}
 
 
+class ShownOps:
+    """An op table that keeps a copy of what each op of another one gave or changed."""
+
+    def __init__(self, ops):
+        self.ops, self.layer, self.buffers = ops, -1, []
+
+    def numbered(self, layers):
+        for self.layer, layer in enumerate(layers):
+            yield layer
+        self.layer = -1
+
+    def __getattr__(self, name):
+        op = getattr(self.ops, name)
+
+        def shown(*args, **options):
+            result = op(*args, **options)
+            value = args[-1] if result is None else result  # ops without result change h, the last
+            value = getattr(value, "weights", value)  # of experts
+            value = self.ops.download(value)
+            self.buffers.append((name, self.layer, value.reshape(len(value), -1).copy()))
+            return result
+        return shown
+
+
 def diff(path, text, kv_format):
     """Run the prompt on both backends, compare every buffer. Returns 1 at one that differs."""
     gguf = model.GGUF(path)
@@ -413,21 +444,20 @@ def diff(path, text, kv_format):
         raise RequestError("the prompt is empty; give some text")
     runs = []
     for ops in (reference.Reference(np.float32), device.Device()):
-        buffers = []
         try:
             cfg, weights = model.load(gguf, ops)
             pages = -(-len(ids) // PAGE)
-            kv = ops.pages(cfg, pages, kv_format)
+            kv = ops.pages(cfg, pages, kv_format, 1)
             rope_set = int(len(cfg.rope_sets) > 1 and len(ids) > cfg.rope_long_from)
             batch = Batch.of([(0, 0, ids, rope_set, len(ids))],
                              np.arange(pages, dtype=np.int32)[None], ops.tile_tokens(cfg))
-            model.forward(cfg, weights, ops.upload_batch(batch), kv, ops,
-                          lambda name, layer, value: buffers.append(
-                              (name, layer, ops.download(value).reshape(len(ids), -1).copy())))
+            shown = ShownOps(ops)
+            weights.layers = shown.numbered(weights.layers)
+            model.forward(cfg, weights, ops.upload_batch(batch), kv, shown)
         finally:
             ops.close()
-        runs.append(buffers)
-    print("layer  buffer          largest     error  error/largest")
+        runs.append(shown.buffers)
+    print("layer  result of       largest     error  error/largest")
     for (name, layer, expected), (_, _, actual) in zip(*runs):
         largest = float(np.abs(expected).max())
         error = float(np.abs(actual - expected).max())

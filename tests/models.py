@@ -10,7 +10,8 @@ import leone
 
 GOLDEN = Path(__file__).resolve().parent / "golden"
 SMOL = GOLDEN.parent.parent / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
-FAMILIES = "llama3", "mistral", "qwen25", "qwen3", "qwen3-yarn", "phi3", "phi3-longrope"
+FAMILIES = ("llama3", "mistral", "mixtral", "qwen25", "qwen3", "qwen3-yarn", "qwen3moe", "phi3",
+            "phi3-longrope", "deepseek2", "deepseek2-lite", "qwen35", "qwen35moe", "qwen3next")
 LOSSLESS = {"llama3": "llama3-f32", "qwen25": "qwen25-bf16"}
 
 BACKENDS = [pytest.param("cpu"), pytest.param("cuda", marks=pytest.mark.gpu)]

@@ -35,8 +35,8 @@ class Sequences:
         self.table = order.reshape(count, pages)
 
     def run(self, spans):
-        """Logits of the wanted rows of spans (slot, position, ids, wanted)."""
-        batch = Batch.of([(slot, at, ids, 0, wanted) for slot, at, ids, wanted in spans],
+        """Logits of the wanted rows of spans (slot, position, ids, wanted[, pending, commits])."""
+        batch = Batch.of([(slot, at, ids, 0, *rest) for slot, at, ids, *rest in spans],
                          self.table, self.engine.tile_tokens)
         return np.array(self.engine.ops.download(
             self.engine.forward(self.engine.ops.upload_batch(batch))))
@@ -65,6 +65,16 @@ def test_chunks(family, backend, kv):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_drafts(backend):
+    """Logits of the draft head, with the prompt read in chunks."""
+    with engine(quantised("qwen35"), backend) as e:
+        ids, found = sequence(e), []
+        for e.prefill_chunk in (64, 16, 3, 1):
+            found.append(hashes(e.draft_logits(ids)))
+        assert len(found[0]) == LENGTH - 1 and all(other == found[0] for other in found)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_batches(family, backend):
     """Each position decoded in a batch with rows of other sequences, at either end of it."""
@@ -88,16 +98,18 @@ def check_batches(e, length=70):
                           for slot in range(1, 1 + rows - half)]
                 if half:
                     others.append((35, 0, rng.integers(0, e.cfg.n_vocab, half).tolist(), half))
-                own = [(0, at, ids[at:at + 1], 1)]
+                # Each stays pending until the next step.
+                own = [(0, at, ids[at:at + 1], 1, int(at > length - 3), 0)]
                 logits = sequences.run(own + others if first else others + own)
                 found += hashes(logits[0 if first else -1])
             assert found == expected[-3:], f"beside {rows} rows, first: {first}"
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_generation_alone_and_in_company(backend):
+@pytest.mark.parametrize("family", ["llama3", "mixtral", "deepseek2", "qwen35", "qwen3next"])
+def test_generation_alone_and_in_company(family, backend):
     """Whole requests: tokens and log probabilities of a request do not change with the load."""
-    with engine(quantised("llama3"), backend, max_rows=17, context=64 * 256) as e:
+    with engine(quantised(family), backend, max_rows=17, context=64 * 256) as e:
         prompts = [sequence(e, 20 + 9 * i, seed=i) for i in range(17)]
         sampling = [leone.Sampling(temperature=0.0 if i % 2 else 0.9, seed=i) for i in range(17)]
         alone = []

@@ -113,7 +113,6 @@ MISTAKES = [
     ("generate", "-m", TINY, "-p", "x", "--ctx", "-64"),
     ("generate", "-m", TINY, "-p", "x", "--prefill-chunk", "0"),
     ("generate", "-m", TINY, "-f", "no-such-file.txt"),
-    ("generate", "-m", quantised("qwen3moe"), "-p", "x"),
     ("perplexity", "-m", TINY, "-f", "requirements.txt", "-c", "100000"),
     ("perplexity", "-m", TINY, "-f", "requirements.txt", "-c", "0"),
     ("bench", "-m", TINY, "--rows", "x"),

@@ -34,6 +34,20 @@ def check_answers(path, golden, backend):
             count = decisive(backend, golden[f"{prompt}_margin"], largest)
             assert count > 0 or backend == "cuda"
             assert greedy(e, ids, 48)[:count] == golden[f"{prompt}_greedy"].tolist()[:count]
+            if e.cfg.n_mtp:
+                check_drafts(e.draft_logits(ids), golden, prompt, tolerance)
+
+
+def check_drafts(logits, golden, prompt, tolerance):
+    """The draft head; its argmax binds where no other token comes near."""
+    expected = golden[f"{prompt}_mtp_logits"]
+    largest = np.abs(expected).max()
+    error = np.abs(logits[golden[f"{prompt}_mtp_positions"]] - expected).max() / largest
+    assert error < tolerance, f"{prompt}: {error:.2e} of max |logit| in drafts"
+    best = np.sort(logits, axis=1)
+    clear = best[:, -1] - best[:, -2] > 2 * tolerance * largest
+    assert clear.any()
+    assert (logits.argmax(1) == golden[f"{prompt}_mtp_argmax_all"])[clear].all()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -36,6 +36,27 @@ def tiny(changed_keys=(), changed_tensors=(), **fields):
     return c.file_bytes(metadata, tensors, **fields)
 
 
+def variant(make, name, value=DROP):
+    """A valid model of another family with one key or tensor changed, or dropped."""
+    metadata, tensors = make()
+    entries = tensors if name in tensors or isinstance(value, (np.ndarray, tuple)) else metadata
+    entries[f"{metadata['general.architecture']}.{name}" if entries is metadata else name] = value
+    keep = lambda entries: {name: value for name, value in entries.items() if value is not DROP}
+    return c.file_bytes(keep(metadata), keep(tensors))
+
+
+def mixture(name, value=DROP):
+    return variant(c.tiny_mixture, name, value)
+
+
+def latent(name, value=DROP):
+    return variant(c.tiny_latent, name, value)
+
+
+def hybrid(name, value=DROP):
+    return variant(c.tiny_hybrid, name, value)
+
+
 def key_is(name, value):
     return tiny({name: value})
 
@@ -154,7 +175,6 @@ CASES = {
     "no architecture": (key_is("general.architecture", DROP), "'general.architecture' is missing"),
     "architecture as a number": (key_is("general.architecture", 7), "must be of type str, not 7"),
     "an unknown architecture": (key_is("general.architecture", "gpt5"), "'gpt5' is not supported"),
-    "experts": (key_is("llama.expert_count", 4), "with experts' is not supported yet"),
     "no layers": (key_is("llama.block_count", 0), "must lie in 1"),
     "no block count": (key_is("llama.block_count", DROP), "'llama.block_count' is missing"),
     "no heads": (key_is("llama.attention.head_count", 0), "must lie in 1"),
@@ -204,6 +224,93 @@ CASES = {
     "a RoPE table with 0": (tensor_is("rope_freqs.weight", vector(1, 0, 1, 1)), "positive"),
     "the long RoPE table only": (
         tensor_is("rope_factors_long.weight", vector(1, 1, 1, 1)), "expected short and"),
+    # experts
+    "experts without their tensors": (
+        tiny({"llama.expert_count": 4, "llama.expert_used_count": 2}), "gate_exps.*is missing"),
+    "-1 experts": (with_key(c.key("llama.expert_count", c.I32_VALUE, b"\xff" * 4)), "not -1"),
+    "2^31 experts": (mixture("expert_count", 1 << 31), "must lie in 1..1048576, not 2147483648"),
+    "an expert more": (mixture("expert_count", 5), r"shape \(5, 24, 16\), not \(4, 24"),
+    "experts of no width": (mixture("expert_feed_forward_length", 0), "must lie in 1"),
+    "no experts used": (mixture("expert_used_count", 0), "must lie in 1..4, not 0"),
+    "more experts used than there are": (mixture("expert_used_count", 5), "in 1..4, not 5"),
+    "an unsaid number of used experts": (mixture("expert_used_count"), "used_count' is missing"),
+    "3 groups of 4 experts": (mixture("expert_group_count", 3), "4 experts, 2 for a token, cannot"),
+    "no groups": (mixture("expert_group_count", 0), "must lie in 1..4, not 0"),
+    "3 groups used of 2": (latent("expert_group_used_count", 3), "must lie in 1..2, not 3"),
+    "3 experts from a group of 2": (latent("expert_used_count", 3), "1 for a token"),
+    "sigmoid groups of one expert": (latent("expert_group_count", 4), "over 4 groups"),
+    "an unknown gating function": (mixture("expert_gating_func", 3), "must lie in 1..2, not 3"),
+    "weights scaled by NaN": (mixture("expert_weights_scale", float("nan")), "not nan"),
+    "weights scaled by -1": (mixture("expert_weights_scale", -1.0), "not -1.0"),
+    "weights normalised by 1": (mixture("expert_weights_norm", 1), "must be of type bool"),
+    "an unknown key of experts": (mixture("expert_group_scale", 2.0), "not understood"),
+    "more dense layers than layers": (latent("leading_dense_block_count", 3), "in 0..2, not 3"),
+    "a dense layer more": (latent("leading_dense_block_count", 2), "blk.1.ffn_gate.weight'"),
+    "2^20 shared experts": (latent("expert_shared_count", 1 << 20), "must lie in 0..1048576"),
+    "-1 shared experts": (latent("expert_shared_count", -1), "must lie in 0"),
+    "a shared expert more": (latent("expert_shared_count", 3), r"must have shape \(72, 16\)"),
+    "a shared expert without a key": (latent("expert_shared_count"), "_shexp.weight'.*no place"),
+    "no router": (mixture("blk.0.ffn_gate_inp.weight"), "gate_inp.weight'.*is missing"),
+    "no experts' gates": (mixture("blk.0.ffn_gate_exps.weight"), "gate_exps.weight'.*is missing"),
+    "flat experts": (mixture("blk.0.ffn_down_exps.weight", matrix(64, 24)), "must have shape"),
+    "a router bias of NaN": (latent("blk.1.exp_probs_b.bias", vector(0, 0, 0, np.nan)), "finite"),
+    "a short router bias": (latent("blk.1.exp_probs_b.bias", vector(0, 0)), "shape"),
+    "the shared expert's gate in one layer only": (
+        hybrid("blk.1.ffn_gate_inp_shexp.weight"), "blk.1.ffn_gate_inp_shexp.*is missing"),
+    # latent attention
+    "no latent rank": (latent("attention.kv_lora_rank"), "kv_lora_rank' is missing"),
+    "a latent rank of 0": (latent("attention.kv_lora_rank", 0), "must lie in 1"),
+    "a latent rank that heads do not fit": (latent("attention.kv_lora_rank", 9), "rank of 9"),
+    "a query rank of -1": (latent("attention.q_lora_rank", -1), "must lie in 0"),
+    "another query rank": (latent("attention.q_lora_rank", 13), "must have shape"),
+    "no query rank": (latent("attention.q_lora_rank"), "attn_q.weight'.*is missing"),
+    "all of a latent head rotated": (latent("attention.key_length_mla", 4), "rotate 4 of the 4"),
+    "one latent size only": (latent("attention.value_length_mla"), "value_length_mla' is missing"),
+    "no rotated values said": (latent("rope.dimension_count"), "dimension_count' is missing"),
+    "a flat k_b": (latent("blk.0.attn_k_b.weight", matrix(32, 6)), r"shape \(4, 8, 6\)"),
+    "no v_b": (latent("blk.1.attn_v_b.weight"), "attn_v_b.weight'.*is missing"),
+    "k_b and kv_b": (latent("blk.0.attn_kv_b.weight", matrix(48, 8)), "attn_k_b.weight'.*no place"),
+    "a small kv_b": (latent("blk.0.attn_kv_b.weight", matrix(47, 8)), r"shape \(48, 8\)"),
+    "scores scaled by temperature": (latent("attention.temperature_scale", 0.1), "not understood"),
+    "a logarithm without latent attention": (
+        tiny({SCALING + "type": "yarn", SCALING + "factor": 2.0,
+              SCALING + "yarn_log_multiplier": 0.1}), "only latent attention knows one"),
+    # gated delta nets
+    "no state size": (hybrid("ssm.state_size"), "ssm.state_size' is missing"),
+    "a state size of 0": (hybrid("ssm.state_size", 0), "must lie in 1"),
+    "a state size of 2^31": (hybrid("ssm.state_size", 1 << 31), "must lie in 1"),
+    "another state size": (hybrid("ssm.state_size", 4), "do not fit 2 key heads and 32 values"),
+    "3 key heads for 4 value heads": (hybrid("ssm.group_count", 3), "do not fit 3 key heads"),
+    "a key head less": (hybrid("ssm.group_count", 1), r"must have shape \(48, 16\)"),
+    "no convolution": (hybrid("ssm.conv_kernel", 0), "must lie in 1"),
+    "a longer convolution": (hybrid("ssm.conv_kernel", 5), r"must have shape \(64, 5\)"),
+    "a convolution with NaN": (
+        hybrid("blk.0.ssm_conv1d.weight", matrix(64, 4) * np.nan), "not finite"),
+    "an unknown key of delta nets": (hybrid("ssm.dt_b_c_rms", True), "not understood"),
+    "recurrent layers of another number": (
+        hybrid("attention.recurrent_layers", [1, 0]), "for each of 3 layers"),
+    "a recurrent draft head": (
+        hybrid("attention.recurrent_layers", [1, 0, 1]), "draft head is not"),
+    "recurrent layers only": (hybrid("attention.recurrent_layers", [1, 1, 1]), "not all can be"),
+    "recurrent layers as a number": (hybrid("attention.recurrent_layers", 1), "of type ndarray"),
+    "the other layer recurrent": (
+        hybrid("attention.recurrent_layers", [0, 1, 0]), "blk.0.attn_q_norm.*is missing"),
+    "an interval of 0": (hybrid("full_attention_interval", 0), "must lie in 1"),
+    "no decay": (hybrid("blk.0.ssm_a"), "ssm_a'.*is missing"),
+    "no gate of the output": (hybrid("blk.0.attn_gate.weight"), "attn_gate.weight'.*is missing"),
+    "queries without gates": (
+        hybrid("blk.1.attn_q.weight", matrix(32, 16)), r"shape \(64, 16\), not \(32, 16\)"),
+    # the draft head
+    "two draft heads": (hybrid("nextn_predict_layers", 2), "must lie in 0..1, not 2"),
+    "a draft head that is not announced": (
+        hybrid("nextn_predict_layers", 0), "'blk.2.nextn.*no place"),
+    "a draft head alone": (hybrid("block_count", 1), "block_count' must lie in 2"),
+    "a draft head without its input": (
+        hybrid("blk.2.nextn.eh_proj.weight"), "'blk.2.*has no place"),
+    "a draft head without a norm": (hybrid("blk.2.nextn.enorm.weight"), "enorm.*is missing"),
+    "a draft head without attention": (hybrid("blk.2.attn_q.weight"), "blk.2.attn_q.*is missing"),
+    "a draft head that cuts blocks": (
+        hybrid("blk.2.nextn.eh_proj.weight", ([32, 16], c.Q4_0, bytes(288))), "cannot be split"),
     # tokenizer
     "tokens as numbers": (key_is("tokenizer.ggml.tokens", [1, 2]), "tokenizer.ggml.tokens"),
     "more tokens than rows": (key_is("tokenizer.ggml.tokens", list("abcdefg")), "7 tokens.*6 rows"),
@@ -252,8 +359,9 @@ def use(path):
     Tokenizer(gguf.metadata).prepare()
 
 
-def test_tiny_model_is_valid(tmp_path):
-    use(write(tmp_path / "valid.gguf", VALID))
+@pytest.mark.parametrize("make", [c.tiny_model, c.tiny_mixture, c.tiny_latent, c.tiny_hybrid])
+def test_tiny_models_are_valid(make, tmp_path):
+    use(write(tmp_path / "valid.gguf", c.file_bytes(*make())))
 
 
 def test_there_are_enough_cases():
@@ -318,9 +426,9 @@ def test_memory(tmp_path):
         assert status == 0 and kilobytes < KILOBYTES, case.id
 
 
-CLI_CASES = ["empty", "big endian", "cut in a string value", "an array of 2^61 numbers",
-             "an offset of 2^40", "a misshapen attn_k", "scores of another length",
-             "a merge that names no token"]
+CLI_CASES = ["empty", "big endian", "an unknown architecture", "cut in a string value",
+             "an array of 2^61 numbers", "an offset of 2^40", "a misshapen attn_k",
+             "scores of another length", "a merge that names no token"]
 
 
 @pytest.mark.parametrize("name", CLI_CASES)
@@ -361,13 +469,15 @@ def flip(data, rng, header):
     return bytes(changed), places
 
 
-@pytest.mark.parametrize("source", ["tiny", "golden"])
+@pytest.mark.parametrize("source", ["tiny", "latent", "hybrid", "golden"])
 def test_fuzz(source, tmp_path, monkeypatch):
     """Random bytes change: the file is usable or there is a ModelError, never anything else."""
     monkeypatch.setattr(device, "probe", lambda: "no card for this test")
     monkeypatch.setattr(device, "cubin_state", lambda: "ok")
-    data = VALID if source == "tiny" else GOLDEN.read_bytes()
-    header = data.index(b"blk.0.ffn_norm.weight") + 500 if source == "golden" else len(data) // 2
+    data = {"tiny": VALID, "latent": c.file_bytes(*c.tiny_latent()), "golden": GOLDEN.read_bytes(),
+            "hybrid": c.file_bytes(*c.tiny_hybrid())}[source]
+    last = data.rindex(b".weight") if source != "golden" else data.index(b"blk.0.ffn_norm.weight")
+    header = last + 500
     path, refused = tmp_path / "flipped.gguf", 0
     count = 20_000 if os.environ.get("LEONE_TEST_LONG") else 1_000
     for seed in range(count):

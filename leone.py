@@ -114,9 +114,9 @@ class Step:
     h: object  # the residual stream of its rows, until the next step is launched
     result: object  # waits and gives (tokens, log probabilities) of the rows that want them
     logits: dict  # row -> its logits, where a request asked for top_logprobs
+    wants: dict  # request -> drafts asked for; if any, the next step waits for this one's tokens
+    rows: int  # if all of them came; 0 where a prompt was read, too
     began: float
-    drafts: bool  # drafts were looked for: the next step is launched when this one was read
-    rows: int  # that were to be, of decoding sequences; 0 where a prompt was read, too
 
 
 class Engine:
@@ -158,12 +158,12 @@ class Engine:
             self.proposer = spec.proposer(draft, self)
             self.prefill_chunk, self.max_rows = prefill_chunk, max_rows
             self.queue_limit, self.queue_tokens = queue, queue_tokens
-            self.pending = 1 + spec.MAX_DRAFT * bool(self.proposer)  # rows of a decoding sequence
+            self.pending = 1 + spec.MAX_DRAFT * (draft != "off")  # rows of a decoding sequence
             n_pages, longest = self.plan_pages(kv, context)
-            if self.proposer:
-                self.proposer.allocate(n_pages, kv)
+            self.proposer.allocate(n_pages, kv)
             self.kv = self.ops.pages(self.cfg, n_pages, kv, self.max_sessions + 1, self.pending)
-            self.controller = spec.Controller(self.max_sessions + 1, draft_length)
+            self.controller = spec.Controller(self.max_sessions + 1,
+                                              0 if draft == "off" else draft_length)
             self.pool = PagePool(n_pages)
             self.prefixes = (SnapshotCache(self.pool, state_cache) if self.cfg.n_state_layers
                              else PrefixCache(self.pool))
@@ -187,10 +187,9 @@ class Engine:
         longest = -(-self.cfg.n_ctx // PAGE)
         if context is not None:
             return -(-context // PAGE), min(longest, -(-context // PAGE))
-        room = int(self.ops.free_memory() * 0.9)
-        room -= (self.max_sessions + 1) * self.cfg.state_bytes(self.pending)
-        drafter = self.proposer.cfg if isinstance(self.proposer, spec.DraftModel) else None
-        room //= PAGE * sum(cfg.kv_bytes_per_token(kv) for cfg in (self.cfg, drafter) if cfg)
+        states = (self.max_sessions + 1) * self.cfg.state_bytes(self.pending)
+        room = int(self.ops.free_memory() * 0.9) - states
+        room //= PAGE * (self.cfg.kv_bytes_per_token(kv) + self.proposer.kv_bytes_per_token(kv))
         if room < 1:
             raise DeviceError("no memory is left for the KV cache; use a smaller model, fewer "
                               "--sessions or --kv q8")
@@ -273,10 +272,9 @@ class Engine:
             raise RequestError(
                 f"{len(ids)} prompt tokens + {max_tokens} new ones exceed the context of {longest};"
                 " shorten the prompt or ask for fewer tokens", code="context_length_exceeded")
-        if speculation is None or speculation is True:
-            speculation = spec.MAX_DRAFT
-        check_integer(int(speculation) if speculation is False else speculation, 0, spec.MAX_DRAFT,
-                      "speculation")
+        if speculation is None or isinstance(speculation, bool):
+            speculation = 0 if speculation is False else spec.MAX_DRAFT
+        check_integer(speculation, 0, spec.MAX_DRAFT, "speculation")
         request = Request(ids, sampling.seeded(), max_tokens,
                           self.tokenizer.stream(special=shown, after=ids[-1]), ignore_eos,
                           session, choice, salt, top_logprobs, rope_set=self.rope_set(length),
@@ -499,9 +497,8 @@ class Engine:
         self.pool.give(pages)
         if request.slot >= 0:
             self.free_slots.append(request.slot)
-            if self.proposer:
-                self.proposer.forget(request)
-                self.controller.forget(request)
+            self.proposer.forget(request)
+            self.controller.forget(request)
             held = time.perf_counter() - request.started
             self.seconds_held += (held - self.seconds_held) * 0.1
             request.slot = -1
@@ -516,10 +513,11 @@ class Engine:
         """
         self.drop_cancelled()
         self.admit()
-        if self.in_flight and self.in_flight[-1].drafts:
+        if self.in_flight and self.in_flight[-1].wants:
             self.deliver_all()
-        wants = self.draft_lengths()
-        if wants and self.in_flight:  # what is drafted follows tokens that are known
+        wants = self.controller.lengths({
+            r: min(r.most_drafts, r.max_tokens - r.sampled - 1) for r in self.decoding()})
+        if wants and self.in_flight:  # drafts follow tokens that are known
             self.deliver_all()
             wants = {r: n for r, n in wants.items() if r.finish_reason is None}
         launched = self.launch_step(wants)
@@ -584,19 +582,10 @@ class Engine:
                     if r.finish_reason is None and 0 < r.sampled < r.max_tokens]
         return sorted(decoding, key=lambda r: (r.last_step, r.sampled))[:self.max_rows]
 
-    def draft_lengths(self):
-        """{request: most drafts of the next step}, of those that shall have any."""
-        if self.proposer is None:
-            return {}
-        return self.controller.lengths(
-            {r: min(r.most_drafts, r.max_tokens - r.sampled - 1) for r in self.decoding()})
-
     def choose_rows(self, wants):
         """[(request, tokens, position, wanted)]: decoding sequences, each with its drafts, then
         chunks of prompts."""
         chosen, drafts = [], self.proposer.propose(wants) if wants else {}
-        for request in wants.keys() - drafts.keys():
-            self.controller.learn(request, 0)
         for request in self.decoding():
             token = request.tokens[-1] if len(request.tokens) == request.sampled else FEED
             ids = [token, *drafts.get(request, ())]
@@ -653,13 +642,12 @@ class Engine:
                 self.remember(request, request.prompt[:request.read])
         decoding = sum(not commits for *_, commits in spans)
         wanted = decoding + sum(wants.values()) if decoding == len(spans) else 0
-        self.last_step = Step(chosen, h, result, rows_of_logits, began, bool(wants), wanted)
+        self.last_step = Step(chosen, h, result, rows_of_logits, wants, wanted, began)
         self.in_flight.append(self.last_step)
-        if self.proposer:
-            self.proposer.observe(self.last_step)
+        self.proposer.observe(self.last_step)
         self.steps += 1
         self.counts.update(rows=len(batch.tokens), steps_of_16_rows=int(len(sampled) >= 16),
-                           sweeps=int(decoding > 0))
+                           sweeps=decoding > 0)
         return True
 
     def draw(self, name, forward, batch, sampled):
@@ -687,7 +675,7 @@ class Engine:
         tokens, logprobs = step.result()
         now = time.perf_counter()
         if step.rows:
-            self.controller.time(step.rows, step.drafts, now - max(step.began, self.delivered))
+            self.controller.time(step.rows, bool(step.wants), now - max(step.began, self.delivered))
         self.delivered = now
         drawn = enumerate(zip(tokens.tolist(), logprobs.tolist()))
         for request, ids, _, wanted in step.chosen:
@@ -704,7 +692,7 @@ class Engine:
                 accepted += right
                 if not right or request.cancelled:
                     break
-            if drafts:  # no other step names it, so that all its tokens are known now
+            if request in step.wants:  # no other step names it: all its tokens are known now
                 self.controller.learn(request, len(drafts), accepted)
                 request.sampled = len(request.tokens)
                 request.drafted += len(drafts)

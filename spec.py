@@ -33,17 +33,21 @@ MAX_DRAFT = 8  # most drafts of a sequence in one step
 
 
 class Proposer:
-    """Where drafts come from. One serves all requests of an engine, on its thread."""
+    """Where drafts come from: nowhere. One serves all requests of an engine, on its thread."""
 
     def propose(self, wants):
         """{request: drafts} for {request: most drafts}: token ids that may follow its tokens.
 
         All of a request's tokens are known. Requests without a suggestion are left out.
         """
-        raise NotImplementedError
+        return {}
+
+    def kv_bytes_per_token(self, kv_format):
+        """Bytes of KV of one's own."""
+        return 0
 
     def allocate(self, n_pages, kv_format):
-        """Make room for KV of one's own, if any, under the page numbers of the engine's."""
+        """Make room for that KV, under the page numbers of the engine's."""
 
     def observe(self, step):
         """The engine has launched `step`, whose tokens are not known yet."""
@@ -108,6 +112,9 @@ class DraftModel(Proposer):
         if self.cfg.n_state_layers:
             gguf.fail("a draft model cannot be a recurrent one; choose another, or --draft ngram")
         self.tile_tokens = engine.ops.tile_tokens(self.cfg)
+
+    def kv_bytes_per_token(self, kv_format):
+        return self.cfg.kv_bytes_per_token(kv_format)
 
     def allocate(self, n_pages, kv_format):
         self.kv = self.engine.ops.pages(self.cfg, n_pages, kv_format)
@@ -255,7 +262,7 @@ class Controller:
         limits: {request: most drafts that it can have}, of all that decode in the next step.
         """
         if self.fixed is not None:
-            return {r: min(most, self.fixed) for r, most in limits.items() if most > 0}
+            return {r: n for r, most in limits.items() if (n := min(most, self.fixed)) > 0}
         self.steps += 1
         count, slots = len(limits), [r.slot for r in limits] + [-1]
         if not any(most > 0 for most in limits.values()) or not self.known(False).size:
@@ -320,13 +327,13 @@ class Controller:
 
 
 def proposer(name, engine):
-    """The Proposer that --draft names: "off" (None), "ngram", "mtp" (the model's own head), the
+    """The Proposer that --draft names: "off", "ngram", "mtp" (the model's own head), the
     path of a smaller model, or "auto": mtp where the file has the head, else ngram.
     Raises ModelError."""
-    if name == "off":
-        return None
     if name == "mtp" and not engine.cfg.n_mtp:
         engine.gguf.fail("the file has no draft head (MTP); use --draft ngram")
     if name == "mtp" or name == "auto" and engine.cfg.n_mtp:
         return Mtp(engine)
-    return NGram() if name in ("ngram", "auto") else DraftModel(name, engine)
+    if name in ("ngram", "auto"):
+        return NGram()
+    return Proposer() if name == "off" else DraftModel(name, engine)

@@ -53,8 +53,10 @@ def cases(count, seed=1):
     for i in range(count):
         few = rng.integers(1, 500, rng.integers(1, 9))
         yield dict(
-            prompt=rng.choice(few, rng.integers(1, 100)).tolist(), max_tokens=int(rng.integers(1, 25)),
-            sampling=leone.Sampling(**SAMPLERS[i % 5], seed=i, stop=("e", "1") if i % 4 == 1 else ()),
+            prompt=rng.choice(few, rng.integers(1, 100)).tolist(),
+            max_tokens=int(rng.integers(1, 25)),
+            sampling=leone.Sampling(**SAMPLERS[i % 5], seed=i,
+                                    stop=("e", "1") if i % 4 == 1 else ()),
             ignore_eos=bool(rng.integers(2)), top_logprobs=3 * (i % 6 == 2))
 
 
@@ -135,10 +137,260 @@ def test_rollbacks_of_every_length(family, backend, tmp_path):
             assert outcome(request) == expected[i], (length, wrong)
             e.sessions.fork(f"{i}", f"{i}-fork")
             e.sessions.hibernate(f"{i}")
+            for key in list(e.prefixes.entries):
+                e.prefixes.drop(key)
             for name in (f"{i}", f"{i}-fork"):
-                request = e.submit(**further[i], session=name, salt=name)
+                request = e.submit(**further[i], session=name)
                 while e.step():
                     pass
                 assert outcome(request) == expected_further[i], (length, wrong, name)
                 assert request.cached_tokens == 51 + 30 - 1
                 e.sessions.delete(name)
+
+
+def run_one(e, after_token=lambda request: None, **options):
+    e.on_event = after_token
+    request = e.submit(**options)
+    while e.step():
+        pass
+    return request
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("family", SOME if LONG else SOME[::2])
+def test_ends_in_the_middle_of_a_run(family, backend, monkeypatch):
+    """At EOS, at a stop string, at max_tokens and by cancellation; with the next turn behind it."""
+    options = dict(prompt=[5, 6, 7, 8], sampling=leone.Sampling(temperature=0.8, seed=2))
+    with engine(quantised(family), backend, draft="off") as e:
+        monkeypatch.setattr(e.tokenizer, "eos_ids", ())
+        free = run_one(e, max_tokens=24, **options)
+        ends = {end: outcome(run_one(e, max_tokens=end, **options)) for end in (9, 10)}
+        tokens = free.tokens
+        turns = {at: outcome(run_one(e, prompt=[5, 6, 7, 8, *tokens[:at], 9], max_tokens=6,
+                                     sampling=options["sampling"])) for at in (9, 10)}
+    known = {((5, 6, 7, 8), 2): tokens} | {
+        ((5, 6, 7, 8, *tokens[:at], 9), 2): turn[0] for at, turn in turns.items()}
+    with engine(quantised(family), backend, draft="ngram", draft_length=6) as e:
+        e.proposer = Oracle(known)
+        monkeypatch.setattr(e.tokenizer, "eos_ids", ())
+        for at in (9, 10):
+            def stop(request):
+                if len(request.tokens) == at:
+                    request.cancel()
+            first = tokens.index(tokens[at - 1]) + 1
+            for end in ("length", "cancelled", "stop"):
+                cut = dict(options, max_tokens=at if end == "length" else 24, session=f"{at}{end}")
+                monkeypatch.setattr(e.tokenizer, "eos_ids",
+                                    (tokens[at - 1],) if end == "stop" else ())
+                request = run_one(e, stop if end == "cancelled" else lambda request: None, **cut)
+                monkeypatch.setattr(e.tokenizer, "eos_ids", ())
+                length = first if end == "stop" else at
+                assert request.finish_reason == end
+                assert request.tokens == tokens[:length]
+                assert request.logprobs == free.logprobs[:length]
+                assert [event.token for event in request.events] == request.tokens
+                if end != "stop":
+                    assert request.text == ends[at][3]
+                    turn = run_one(e, prompt=[5, 6, 7, 8, *tokens[:at], 9], max_tokens=6,
+                                   sampling=options["sampling"], session=cut["session"])
+                    assert outcome(turn) == turns[at]
+                    assert turn.cached_tokens >= (4 + at - 1) // 2
+        text = free.text
+        stop = next(part for i in range(3, len(text)) for part in [text[i:i + 2]]
+                    if text.index(part) == i)
+        request = run_one(e, prompt=[5, 6, 7, 8], max_tokens=24, sampling=leone.Sampling(
+            temperature=0.8, seed=2, stop=(stop,)))
+        assert request.finish_reason == "stop" and request.text == text[:text.index(stop)]
+        assert request.tokens == tokens[:len(request.tokens)]
+
+
+def test_penalties_are_counted_without_drafts():
+    with engine(quantised("llama3"), "cpu", draft="ngram", draft_length=4) as e:
+        request = run_one(e, prompt=[1, 2, 1, 2, 1, 2], max_tokens=12, sampling=leone.Sampling(
+            temperature=0.5, seed=1, frequency_penalty=0.5))
+        assert request.drafted == 0 and len(request.tokens) == 12
+        free = run_one(e, prompt=[1, 2, 1, 2, 1, 2], max_tokens=12, speculation=False)
+        assert free.drafted == 0
+
+
+def test_events_say_what_was_drafted():
+    options = dict(prompt=[5, 6, 7], sampling=leone.Sampling(temperature=0, seed=0), max_tokens=15)
+    with engine(quantised("llama3"), "cpu", draft="ngram", draft_length=4) as e:
+        tokens = run_one(e, speculation=0, **options).tokens
+        e.proposer = Oracle({((5, 6, 7), 0): tokens})
+        request = run_one(e, **options)
+        drafted = [event.drafted for event in request.events]
+        assert drafted == [False] + 2 * [*4 * [True], False] + [*3 * [True], False]
+        assert request.drafted == request.accepted == sum(drafted)
+        e.proposer = Oracle({((5, 6, 7), 0): tokens}, wrong=2)
+        request = run_one(e, speculation=3, **options)
+        assert sum(event.drafted for event in request.events) == request.accepted
+        assert request.drafted > request.accepted
+        assert e.stats["sweeps"] < e.stats["generated_tokens"] - 20
+
+
+@pytest.mark.parametrize("bad", (-1, 9, "4", 2.0))
+def test_bad_draft_lengths(bad):
+    with engine(quantised("llama3"), "cpu") as e:
+        with pytest.raises(LeoneError) as caught:
+            e.submit([1], speculation=bad)
+        assert "speculation" in str(caught.value) and not e.waiting
+    with pytest.raises(LeoneError):
+        engine(quantised("llama3"), "cpu", draft_length=bad)
+
+
+# ---- proposers -------------------------------------------------------------------------------
+
+
+class Asked:
+    """A request as a proposer sees it."""
+
+    def __init__(self, prompt, tokens=(), slot=0):
+        self.prompt, self.tokens, self.slot = list(prompt), list(tokens), slot
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_ngrams_follow_the_latest_longest_match(seed):
+    rng = np.random.default_rng(seed)
+    ids = rng.integers(0, 4, rng.integers(2, 60)).tolist()
+    cut = int(rng.integers(1, len(ids)))
+    request, ngram = Asked(ids[:cut]), spec.NGram()
+    for n in range(cut, len(ids) + 1):  # tokens come one by one
+        request.tokens = ids[cut:n]
+        known, expected = ids[:n], None
+        for size in (4, 3, 2):
+            for at in range(n - 1, size - 1, -1):
+                if expected is None and size <= n and known[at - size:at] == known[-size:]:
+                    expected = known[at:]
+        draft = ngram.propose({request: 5}).get(request)
+        assert (draft is None) == (expected is None)
+        if expected:
+            assert draft == (expected * 5)[:5]
+    ngram.forget(request)
+    assert not ngram.indexes
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("target, draft, share", [
+    ("llama3", "llama3", 1.0), ("qwen35", "qwen3", 0.0), ("phi3-longrope", "phi3", 0.0)])
+def test_draft_model(target, draft, share, backend):
+    """Itself is always right, a stranger mostly wrong, and neither changes anything."""
+    submissions = list(cases(PROMPTS, seed=2))
+    expected = plain(quantised(target), submissions, backend)
+    with engine(quantised(target), backend, draft=str(quantised(draft)), draft_length=4,
+                prefill_chunk=40, max_rows=6) as e:
+        assert run(e, submissions, together=True) == expected
+        assert e.stats["drafted_tokens"] > 0.3 * e.stats["generated_tokens"]
+        if share == 1:
+            assert e.stats["drafted_tokens"] - e.stats["accepted_tokens"] <= PROMPTS
+        assert e.stats["accepted_tokens"] >= share * e.stats["drafted_tokens"] - PROMPTS
+        assert not e.proposer.read
+
+
+def test_draft_model_is_checked():
+    for draft, problem in (("mistral", "tokens of the model"), ("qwen35", "recurrent")):
+        target = "qwen3" if draft == "qwen35" else "llama3"
+        with pytest.raises(LeoneError, match=problem):
+            engine(quantised(target), "cpu", draft=str(quantised(draft)))
+    with pytest.raises(LeoneError, match="check the path"):
+        engine(quantised("llama3"), "cpu", draft="no such file")
+    with pytest.raises(LeoneError, match="MTP"):
+        engine(quantised("llama3"), "cpu", draft="mtp")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_mtp_drafts_what_the_head_says(backend):
+    """The first draft of each step is the head's own answer for the whole sequence so far, wherever
+    prompt and steps were cut; tokens are those of plain decoding."""
+    submissions = list(cases(PROMPTS, seed=3))
+    expected = plain(quantised("qwen35"), submissions, backend)
+    with engine(quantised("qwen35"), backend, draft_length=3, prefill_chunk=20, max_rows=6) as e:
+        assert isinstance(e.proposer, spec.Mtp)
+        assert run(e, submissions, together=True) == expected
+        assert e.stats["drafted_tokens"] > 0.3 * e.stats["generated_tokens"]
+        seen, propose = [], e.proposer.propose
+
+        def watch(wants):
+            drafts = propose(wants)
+            seen.extend((request.prompt + request.tokens, drafts[request][0]) for request in wants)
+            return drafts
+
+        e.proposer.propose = watch
+        prompt = np.random.default_rng(6).integers(1, 500, 55).tolist()
+        run_one(e, prompt=prompt, max_tokens=14, sampling=leone.Sampling(temperature=0),
+                ignore_eos=True)
+        assert len(seen) >= 3
+        for ids, first in seen:
+            assert e.draft_logits(ids)[-1].argmax() == first
+
+
+# ---- the controller --------------------------------------------------------------------------
+
+
+def simulate(chance, seconds, count=1, steps=1200, found=1.0):
+    """(tokens a second, drafts of each step) of `count` sequences under a cost of rows."""
+    rng, controller = np.random.default_rng(1), spec.Controller(count)
+    requests, tokens, time, drafts = [Asked([1], slot=i) for i in range(count)], 0, 0.0, []
+    for step in range(steps):
+        wants = controller.lengths(dict.fromkeys(requests, spec.MAX_DRAFT))
+        rows = count
+        for request in requests:
+            drafted = wants.get(request, 0) * (rng.random() < found)
+            right = 0
+            while right < drafted and rng.random() < chance(step):
+                right += 1
+            if request in wants:
+                controller.learn(request, drafted, right)
+            tokens, rows = tokens + 1 + right, rows + drafted
+        taken = seconds(rows, bool(wants)) * (1 + 0.05 * rng.standard_normal())
+        controller.time(count + sum(wants.values()), bool(wants), taken)
+        time, drafts = time + taken, drafts + [sum(wants.values())]
+    return tokens / time, drafts
+
+
+def memory_bound(rows, drafts):  # like a large model: 8 rows cost little more than one
+    return 1 + 0.01 * rows + 0.04 * max(0, rows - 8) + 0.05 * drafts
+
+
+def row_bound(rows, drafts):  # like a small one that has many users
+    return 1 + 0.3 * (rows - 1) + 0.2 * drafts
+
+
+@pytest.mark.parametrize("seconds", (memory_bound, row_bound))
+@pytest.mark.parametrize("count", (1, 8, 32))
+def test_controller_is_never_much_slower_than_plain_or_the_best(count, seconds):
+    for chance in (0.0, 0.4, 0.8):
+        speed, _ = simulate(lambda step: chance, seconds, count)
+        tokens = np.cumsum(chance ** np.arange(spec.MAX_DRAFT + 1))
+        fixed = [count * tokens[n] / seconds(count * (n + 1), n > 0)
+                 for n in range(spec.MAX_DRAFT + 1)]
+        assert speed >= (0.97 if chance == 0 else 0.95) * fixed[0]
+        assert speed >= 0.9 * max(fixed)
+
+
+def test_controller_follows_the_text():
+    """From text of which nothing can be foretold to text that repeats itself, and back."""
+    _, drafts = simulate(lambda step: 0.9 if 400 <= step < 800 else 0.0, memory_bound)
+    assert np.mean(drafts[200:400]) < 1
+    assert np.mean(drafts[600:800]) > 5
+    assert np.mean(drafts[1000:]) < 1
+
+
+def test_controller_forgets_a_slot():
+    controller, request = spec.Controller(2), Asked([1], slot=1)
+    controller.learn(request, 4, 2)
+    assert controller.right[1].sum() == 3 and controller.tried[1].sum() == 4
+    controller.forget(request)
+    assert not controller.tried[1].any() and controller.tried[-1].any()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_adaptive_drafts_change_nothing(backend):
+    """Lengths that depend on the clock, in an engine that also decodes without drafts."""
+    submissions = list(cases(PROMPTS, seed=4))
+    expected = plain(quantised("llama3"), submissions, backend)
+    with engine(quantised("llama3"), backend, max_rows=4) as e:
+        e.proposer = Oracle(answers(submissions, expected), 4)
+        for i, options in enumerate(submissions):
+            options["speculation"] = (None, True, False, 2)[i % 4]
+        assert run(e, submissions, together=True) == expected

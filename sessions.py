@@ -258,12 +258,12 @@ class Sessions:
         if session.state:
             engine.ops.synchronize()  # a snapshot may still be on its way
             blobs["state"] = session.state.data.tobytes()
-        blobs = {name: data + bytes(-len(data) % ALIGNMENT) for name, data in blobs.items()}
+        padded = {name: data.ljust(aligned(len(data)), b"\0") for name, data in blobs.items()}
         header = {"key": self.key(), "root": session.root, "tokens": session.tokens,
                   "committed": session.state.committed if session.state else 0,
                   "answers": dict(self.answers(session.name)), "blobs": [
-                      {"name": name, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-                      for name, data in blobs.items()]}
+                      {"name": name, "bytes": len(blobs[name]),
+                       "sha256": hashlib.sha256(data).hexdigest()} for name, data in padded.items()]}
         text = json.dumps(header).encode()
         text += b" " * (-(len(text) + 48) % ALIGNMENT)
         head = MAGIC + np.array([VERSION, len(text)], "<u4").tobytes() + text
@@ -271,7 +271,7 @@ class Sessions:
         part = path.with_name(f".{path.name}.part")
         try:
             with open(part, "wb") as file:
-                for data in (head, hashlib.sha256(head).digest(), *blobs.values()):
+                for data in (head, hashlib.sha256(head).digest(), *padded.values()):
                     file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
@@ -300,7 +300,7 @@ class Sessions:
                 if hashlib.sha256(head).digest() != file.read(32):
                     raise ValueError
                 header = json.loads(head[16:]) if version == VERSION else {"key": {}, "blobs": []}
-                size = 48 + length + sum(blob["bytes"] for blob in header["blobs"])
+                size = 48 + length + sum(aligned(blob["bytes"]) for blob in header["blobs"])
                 if version == VERSION and size != os.fstat(file.fileno()).st_size:
                     raise ValueError
         except (OSError, ValueError, LookupError, TypeError):
@@ -320,10 +320,10 @@ class Sessions:
             with open(self.path(session), "rb") as file:
                 file.seek(at)
                 for blob in header["blobs"]:
-                    data = file.read(blob["bytes"])
+                    data = file.read(aligned(blob["bytes"]))
                     if hashlib.sha256(data).hexdigest() != blob["sha256"]:
                         raise damaged(session.name)
-                    blobs[blob["name"]] = data
+                    blobs[blob["name"]] = data[:blob["bytes"]]
         except OSError:
             raise damaged(session.name) from None
         engine, session.tokens, session.root = self.engine, header["tokens"], header["root"]
@@ -332,6 +332,10 @@ class Sessions:
         engine.ops.load_pages(engine.kv, session.pages, np.frombuffer(blobs["kv"], np.uint8))
         if "state" in blobs:
             session.state = Snapshot(header["committed"], np.frombuffer(blobs["state"], np.uint8))
+
+
+def aligned(n_bytes):
+    return -(-n_bytes // ALIGNMENT) * ALIGNMENT
 
 
 def check_name(name):

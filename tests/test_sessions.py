@@ -21,8 +21,14 @@ from models import BACKENDS, engine, quantised
 from sessions import Sessions
 
 GREEDY = leone.Sampling(temperature=0)
+HYBRID = "qwen35moe"  # with recurrent state, routers and a shared expert
 LONG = bool(os.environ.get("LEONE_TEST_LONG"))
 rng = np.random.default_rng(5)
+
+
+@pytest.fixture(params=["llama3", HYBRID])
+def path(request):
+    return quantised(request.param)
 
 
 def random_ids(count):
@@ -35,9 +41,9 @@ def turn(e, ids, session=None, n=9, **options):
         pass
     if request.error:
         raise request.error
-    assert e.pool.free_count + e.prefixes.unused + len(
-        {p for s in e.sessions.known.values() for p in s.pages if not e.prefixes.held[p]}
-    ) + sum((e.prefixes.held > 0) & (e.pool.holders > 1)) == e.pool.n_pages
+    kept = {p for s in e.sessions.known.values() for p in s.pages}
+    known = {p for _, pages, _ in e.prefixes.entries.values() for p in pages}
+    assert e.pool.free_count + len(kept | known) == e.pool.n_pages
     return request
 
 
@@ -45,7 +51,7 @@ def conversation(e, session, turns, start=(), n=9):
     """Random user turns; checks that each token is computed once. Returns all ids."""
     ids = list(start)
     for i in range(turns):
-        new = random_ids(int(rng.integers(1, 90)))
+        new = random_ids(int(rng.integers(1, 70)))  # ten turns stay within 512
         request = turn(e, ids + new, session, n)
         if ids:  # all but the last token of the last answer, which was never fed
             assert request.cached_tokens == len(ids) - 1
@@ -75,14 +81,14 @@ def test_prefix_cache_shares_counts_and_evicts():
     cache.add(ids, pages, "0 ")
     pool.give(pages)
     assert pool.free_count == 3 and cache.unused == 3  # the partial page went back
-    assert cache.find(ids, "1 ") == [] and cache.find(ids[1:], "0 ") == []
+    assert cache.find(ids, "1 ")[0] == [] and cache.find(ids[1:], "0 ")[0] == []
     other = ids[:2 * PAGE] + random_ids(PAGE)
-    assert cache.find(other, "0 ") == pages[:2]
+    assert cache.find(other, "0 ") == (pages[:2], 2 * PAGE, None)
     assert cache.unused == 1
     assert not cache.make_room(5) and pool.free_count == 3  # two are in use: nothing is dropped
     assert cache.make_room(4) and pool.free_count == 4
     pool.give(pages[:2])
-    assert cache.find(ids, "0 ") == pages[:2]  # the end of the prefix went first
+    assert cache.find(ids, "0 ")[0] == pages[:2]  # the end of the prefix went first
     pool.give(pages[:2])
     assert cache.make_room(6) and not cache.entries and pool.free_count == 6
 
@@ -102,9 +108,8 @@ def test_known_prefix_changes_no_bit(backend, kv):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_session_computes_each_token_once(backend, tmp_path):
+def test_session_computes_each_token_once(path, backend, tmp_path):
     """Ten turns; hibernated and restarted in between. Each answer is that of a fresh request."""
-    path = quantised("llama3")
     with engine(path, backend, max_rows=4, session_store=tmp_path) as e:
         ids = conversation(e, "talk", 4)
         e.sessions.hibernate("talk")
@@ -119,8 +124,8 @@ def test_session_computes_each_token_once(backend, tmp_path):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("stored", [False, True])
-def test_fork_gives_two_independent_conversations(backend, stored, tmp_path):
-    with engine(quantised("qwen25"), backend, max_rows=4, session_store=tmp_path) as e:
+def test_fork_gives_two_independent_conversations(path, backend, stored, tmp_path):
+    with engine(path, backend, max_rows=4, session_store=tmp_path) as e:
         ids = conversation(e, "a", 2)
         if stored:
             e.sessions.hibernate("a")
@@ -144,8 +149,8 @@ def test_going_back_in_a_conversation_keeps_what_is_common():
         assert turn(e, ids, "s").cached_tokens >= PAGE
 
 
-def test_cancelled_turn_keeps_what_was_computed():
-    with engine(quantised("llama3"), "cpu", max_rows=4, prefill_chunk=64) as e:
+def test_cancelled_turn_keeps_what_was_computed(path):
+    with engine(path, "cpu", max_rows=4, prefill_chunk=64) as e:
         ids = random_ids(300)
         request = e.submit(ids, GREEDY, 20, session="s")
         e.step()
@@ -158,16 +163,16 @@ def test_cancelled_turn_keeps_what_was_computed():
         assert again.cached_tokens == 128 and again.tokens == alone(e, ids)
 
 
-def test_a_turn_cancelled_in_the_queue_leaves_the_session_alone():
-    with engine(quantised("llama3"), "cpu", max_rows=1) as e:
+def test_a_turn_cancelled_in_the_queue_leaves_the_session_alone(path):
+    with engine(path, "cpu", max_rows=1) as e:
         ids = conversation(e, "s", 2)
         e.submit(ids + [5], GREEDY, 5, session="s").cancel()
         e.step()
         assert turn(e, ids + [5], "s").cached_tokens == len(ids) - 1
 
 
-def test_a_session_has_one_request_at_a_time():
-    with engine(quantised("llama3"), "cpu", max_rows=4) as e:
+def test_a_session_has_one_request_at_a_time(path):
+    with engine(path, "cpu", max_rows=4) as e:
         e.submit([1, 2], GREEDY, 5, session="s")
         for act in (lambda: e.submit([1], GREEDY, 5, session="s"),
                     lambda: e.sessions.fork("s", "t"), lambda: e.sessions.delete("s")):
@@ -186,10 +191,10 @@ def test_a_session_has_one_request_at_a_time():
 
 
 @pytest.mark.parametrize("store", [False, True])
-def test_idle_sessions_make_room(store, tmp_path):
+def test_idle_sessions_make_room(path, store, tmp_path):
     """Pages of idle sessions serve others when they are short: 6 sessions of 8 pages in 32."""
     folder = tmp_path if store else None
-    with engine(quantised("llama3"), "cpu", max_rows=4, sessions=16, session_store=folder) as e:
+    with engine(path, "cpu", max_rows=4, sessions=16, session_store=folder) as e:
         talks = {}
         for name in "abcdef":
             talks[name] = random_ids(480)
@@ -202,8 +207,8 @@ def test_idle_sessions_make_room(store, tmp_path):
             assert request.tokens == alone(e, ids + [9], 2)
 
 
-def test_sessions_in_memory_are_bounded(tmp_path):
-    with engine(quantised("llama3"), "cpu", max_rows=2, session_store=tmp_path) as e:
+def test_sessions_in_memory_are_bounded(path, tmp_path):
+    with engine(path, "cpu", max_rows=2, session_store=tmp_path) as e:
         for name in "abcd":
             turn(e, random_ids(20), name)
             assert e.sessions.resident <= 2
@@ -224,23 +229,23 @@ def test_sessions_of_another_salt_or_rope_set_are_not_used(salt):
         e.step()
 
 
-def test_every_flipped_byte_is_found(tmp_path):
-    with engine(quantised("llama3"), "cpu", max_rows=2, session_store=tmp_path) as e:
+def test_every_flipped_byte_is_found(path, tmp_path):
+    with engine(path, "cpu", max_rows=2, session_store=tmp_path) as e:
         ids = conversation(e, "s", 1)
         e.sessions.hibernate("s")
-        path = tmp_path / "s.kv"
-        whole = path.read_bytes()
-        places = range(0, len(whole), 1 if LONG else 997)
+        file = tmp_path / "s.kv"
+        whole = file.read_bytes()
+        places = range(0, len(whole), 1 if LONG else 9973)
         for at in [*places, 0, 8, 12, 16, 4095, 4096, len(whole) - 1]:
-            path.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << at % 8]) + whole[at + 1:])
+            file.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << at % 8]) + whole[at + 1:])
             with pytest.raises(RequestError) as caught:
                 turn(e, ids + [3], "s")
             assert caught.value.status == 409 and caught.value.code == "session_damaged", at
         for size in (0, 10, 48, 4096, len(whole) - 1):
-            path.write_bytes(whole[:size])
+            file.write_bytes(whole[:size])
             with pytest.raises(RequestError):
                 turn(e, ids + [3], "s")
-        path.write_bytes(whole)
+        file.write_bytes(whole)
         assert turn(e, ids + [3], "s").cached_tokens == len(ids) - 1
 
 
@@ -265,7 +270,7 @@ sys.path[:0] = sys.argv[1:3]
 import leone
 from models import engine, quantised
 ids = [int(i) for i in sys.argv[4].split(",")]
-e = engine(quantised("llama3"), "cpu", max_rows=2, session_store=sys.argv[3])
+e = engine(quantised(sys.argv[5]), "cpu", max_rows=2, session_store=sys.argv[3])
 print("ready", flush=True)
 sys.stdin.readline()
 while True:
@@ -279,14 +284,15 @@ while True:
 """
 
 
-def test_killed_while_hibernating(tmp_path):
+@pytest.mark.parametrize("family", ["llama3", HYBRID])
+def test_killed_while_hibernating(family, tmp_path):
     """kill -9 at random moments: what is in the store afterwards is whole and continues right."""
     tests = Path(__file__).resolve().parent
     ids, random_time = random_ids(100), random.Random(3)
     for _ in range(50 if LONG else 4):
         child = subprocess.Popen(
             [sys.executable, "-c", CHILD, str(tests.parent), str(tests), str(tmp_path),
-             ",".join(map(str, ids))], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+             ",".join(map(str, ids)), family], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert child.stdout.readline() == "ready\n"
         child.stdin.write("\n")
         child.stdin.flush()
@@ -296,7 +302,7 @@ def test_killed_while_hibernating(tmp_path):
         rest = child.communicate()[0].splitlines()
         complete = [line for line in [said.strip(), *rest] if line]
         ids = [int(i) for i in complete[-1].split(",")][:400]
-        with engine(quantised("llama3"), "cpu", max_rows=2, session_store=tmp_path) as e:
+        with engine(quantised(family), "cpu", max_rows=2, session_store=tmp_path) as e:
             if e.sessions.known:
                 request = turn(e, ids + [4], "s", 2)
                 assert request.cached_tokens > 0
@@ -312,9 +318,9 @@ def steps(e, most=200):
         assert most, [(len(r.prompt), r.max_tokens) for r in e.waiting]
 
 
-def test_a_waiting_turn_does_not_keep_memory_from_those_before_it():
+def test_a_waiting_turn_does_not_keep_memory_from_those_before_it(path):
     """Its session holds pages that the head of the queue needs."""
-    with engine(quantised("llama3"), "cpu", context=512, max_rows=4) as e:
+    with engine(path, "cpu", context=512, max_rows=4) as e:
         ids = conversation(e, "a", 1) + random_ids(100)
         other = e.submit(random_ids(100), GREEDY, 30, ignore_eos=True)
         e.step()
@@ -348,10 +354,10 @@ def test_a_session_larger_than_the_cache_is_one_line(tmp_path):
         turn(e, [1, 2, 3], "s")
 
 
-def test_claims_race_with_changes(tmp_path):
+def test_claims_race_with_changes(path, tmp_path):
     """Requests, forks and deletions of one name from several threads: no session is lost, doubled
     or leaked. Changes are the engine thread's, claims come from anywhere."""
-    with engine(quantised("llama3"), "cpu", max_rows=4, session_store=tmp_path) as e:
+    with engine(path, "cpu", max_rows=4, session_store=tmp_path) as e:
         stop = threading.Event()
 
         def claim(name):
@@ -379,7 +385,7 @@ def test_claims_race_with_changes(tmp_path):
         assert not list(tmp_path.iterdir())
 
 
-def test_what_can_be_stored_is_stored_at_the_end(tmp_path, monkeypatch, capsys):
+def test_what_can_be_stored_is_stored_at_the_end(path, tmp_path, monkeypatch, capsys):
     write = Sessions.write
 
     def fails_for_a(self, session):
@@ -388,7 +394,7 @@ def test_what_can_be_stored_is_stored_at_the_end(tmp_path, monkeypatch, capsys):
         write(self, session)
 
     monkeypatch.setattr(Sessions, "write", fails_for_a)
-    with engine(quantised("llama3"), "cpu", max_rows=4, session_store=tmp_path) as e:
+    with engine(path, "cpu", max_rows=4, session_store=tmp_path) as e:
         for name in "ab":
             turn(e, random_ids(20), name)
     assert [path.name for path in tmp_path.iterdir()] == ["b.kv"]
@@ -423,3 +429,99 @@ def test_a_full_store_says_so_and_loses_nothing(tmp_path, monkeypatch):
         assert caught.value.status == 507 and not list(tmp_path.iterdir())
         monkeypatch.undo()
         assert turn(e, ids + [3], "s").cached_tokens == len(ids) - 1
+
+
+# ---- recurrent state: it lies at the end of what was computed and cannot be cut back -------------
+
+
+def control_prompt(e, lengths):
+    """Messages of these lengths, each beginning with the same control token."""
+    start = next(id for id in range(e.cfg.n_tokens) if e.tokenizer.is_special(id))
+    plain = [id for id in random_ids(sum(lengths)) if id != start] * 2
+    ids = []
+    for length in lengths:
+        ids += [start] + plain[len(ids):len(ids) + length - 1]
+    return ids
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_snapshots_lie_at_the_ends_of_messages(backend):
+    """A fork at an earlier position computes only what follows the nearest snapshot before it."""
+    with engine(quantised(HYBRID), backend, max_rows=4) as e:
+        ids = control_prompt(e, [90, 60, 5])  # system, user, header of the answer
+        first = turn(e, ids)
+        assert first.cached_tokens == 0
+        again = turn(e, ids)
+        assert again.cached_tokens == 150 and again.tokens == first.tokens
+        assert again.logprobs == first.logprobs
+        head = ids + first.tokens[:-1]
+        longer = head + random_ids(20)
+        assert turn(e, longer).cached_tokens == len(head)
+        assert turn(e, longer).tokens == alone(e, longer)
+        other = ids[:90] + control_prompt(e, [30, 5])  # another question after the same system prompt
+        forked = turn(e, other)
+        assert forked.cached_tokens == 90 and forked.tokens == alone(e, other)
+        inside = ids[:120] + random_ids(10)
+        assert turn(e, inside).cached_tokens == 90
+        assert turn(e, ids, salt="x").cached_tokens == 0
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_long_prompt_leaves_snapshots_on_its_way(backend, monkeypatch):
+    monkeypatch.setattr(leone, "SNAPSHOT_TOKENS", 100)
+    with engine(quantised(HYBRID), backend, max_rows=4) as e:
+        ids = random_ids(330)
+        turn(e, ids)
+        assert len(e.prefixes.entries) == 4  # 100, 200, 300 and the answer's
+        other = ids[:257] + random_ids(30)
+        forked = turn(e, other)
+        assert forked.cached_tokens == 200 and forked.tokens == alone(e, other)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_session_that_goes_back_begins_at_a_snapshot(backend):
+    with engine(quantised(HYBRID), backend, max_rows=4) as e:
+        ids = control_prompt(e, [70, 40, 6])
+        ids += turn(e, ids, "s").tokens
+        back = ids[:100] + random_ids(9)
+        request = turn(e, back, "s")
+        assert request.cached_tokens == 70 and request.tokens == alone(e, back)
+
+
+def test_the_state_cache_has_a_budget():
+    with engine(quantised(HYBRID), "cpu", max_rows=4) as e:
+        turn(e, random_ids(20))
+        [(_, _, state)] = e.prefixes.entries.values()
+        e.prefixes.limit = 3 * state.nbytes
+        prompts = [random_ids(30) for _ in range(5)]
+        answers = [turn(e, ids).tokens for ids in prompts]
+        assert len(e.prefixes.entries) == 3
+        cached = [turn(e, ids + answer, n=1).cached_tokens for ids, answer in zip(prompts, answers)]
+        assert cached[0] == cached[1] == 0
+        assert e.pool.free_count + e.prefixes.unused == e.pool.n_pages
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("end", ["eos", "stop", "cancel"])
+def test_an_end_seen_one_step_late_leaves_the_right_state(backend, end):
+    """The step that was launched meanwhile fed a token too many; the next turn must not see it."""
+    with engine(quantised(HYBRID), backend, max_rows=4) as e:
+        ids = random_ids(70)
+        plain = turn(e, ids, n=12).tokens
+        stop = ()
+        if end == "eos":
+            e.tokenizer.eos_ids = {plain[5]}
+        if end == "stop":
+            stop = (e.detokenize(plain[4:6]),)
+        request = e.submit(ids, leone.Sampling(temperature=0, stop=stop), 12, session="s",
+                           salt="late", ignore_eos=end != "eos")
+        while e.step():
+            if end == "cancel" and len(request.tokens) == 6:
+                request.cancel()
+        e.tokenizer.eos_ids = set()
+        said = request.tokens
+        assert 1 <= len(said) < 12 and said == plain[:len(said)]
+        following = ids + said + random_ids(8)
+        again = turn(e, following, "s", salt="late")
+        assert again.cached_tokens == len(ids) + len(said) - 1
+        assert again.tokens == alone(e, following)

@@ -1039,7 +1039,8 @@ class Device:
         """The recurrent state of `slot` as bytes, for load_state of the same backend.
 
         The copy runs in stream order: the bytes are there after the next synchronize(), and must
-        not be written to. They lie in pinned memory, used again once nobody holds the array.
+        not be written to. They lie in pinned memory, which lasts until close() and is used again
+        once nobody holds the array or a view of it.
         """
         state, free = kv.states.of(slot), kv.states.saves
         if not free:

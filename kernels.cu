@@ -1429,17 +1429,20 @@ struct Attention {
 // ceil(H / 16), splits), 256 threads, and a tile has one row where H > 16.
 // Block z holds segments z, z + splits, ... With one split it folds them; with more it stores each
 // in part_values f32 [rows, H, max_segments, VW] and part_states (m, l) for attention_merge.
-// Reads K and V of a tile's context once; thread (g, t) of a warp holds rows g, g + 8 of a product.
+// Reads K and V of a tile's context once (latent: V a second time, from the cache); thread (g, t)
+// of a warp holds rows g, g + 8 of a product.
 template <bool Q8, int KW, int VW, int TILES>
 DEVICE void attention_tile(const Attention& work) {
     constexpr bool LATENT = VW < KW;
     constexpr int WARPS = LATENT ? LATENT_WARPS : ATTENTION_WARPS;
-    constexpr int PAGE_WARPS = WARPS / SEGMENT_PAGES;      // which share the scores of a page
-    constexpr int KEYS = PAGE / PAGE_WARPS;                // of a warp
-    constexpr int COLUMNS = VW <= 32 * WARPS ? 32 : 64;    // of the values, per warp
-    constexpr int NEIGHBOURS = COLUMNS / 8;                // columns whose V a thread loads
-    constexpr int STEPS = PAGE / 16;                       // mma steps over the keys of a page
-    constexpr int PIECES = (KW + 31) / 32;                 // of K and q; the last may be half
+    constexpr int PAGE_WARPS = WARPS / SEGMENT_PAGES;    // that share the scores of a page
+    constexpr int KEYS = PAGE / PAGE_WARPS;              // whose scores a warp computes
+    constexpr int COLUMNS = VW <= 32 * WARPS ? 32 : 64;  // of the values, per warp
+    constexpr int NEIGHBOURS = COLUMNS / 8;              // columns whose V a thread loads
+    constexpr int STEPS = PAGE / 16;                     // mma steps over the keys of a page
+    // Pieces of 32 values of K and q. Half of the last may be missing: q has zeros there, and what
+    // is read of K is the next key or, behind the last one, V; all of that is finite.
+    constexpr int PIECES = (KW + 31) / 32;
     // Pieces of 32 head dims whose K is on its way, and steps whose V is: as registers permit.
     constexpr int LINE = KW % 64 == 0 && TILES == 1 ? 2 : 1;
     constexpr int AHEAD = TILES > 1 ? 1 : KW == 128 ? 4 : 2;
@@ -2250,24 +2253,28 @@ route(const float* logits, const float* bias, const int* slots, int* experts, fl
     follow_predecessor();
     __shared__ float scores[MOST_EXPERTS];
     const int row = blockIdx.x, lane = threadIdx.x;
+    const auto each = [&](auto visit) {  // of the lane's experts
+#pragma unroll
+        for (int i = 0; i < LANE_EXPERTS; i++)
+            if (32 * i < n_experts) visit(i, 32 * i + lane);
+    };
     float p[LANE_EXPERTS], largest = -INFINITY, sum = 0.0f;
-    for (int i = 0; i < LANE_EXPERTS; i++) {
-        const int expert = 32 * i + lane;
+    each([&](int i, int expert) {
         p[i] = expert < n_experts ? logits[int64_t(row) * stride + expert] : -INFINITY;
         largest = fmaxf(largest, p[i]);
-    }
+    });
     largest = warp_max(largest);
-    for (int i = 0; i < LANE_EXPERTS; i++)
+    each([&](int i, int) {
         sum += p[i] = sigmoid ? 1.0f / (1.0f + expf(-p[i])) : expf(p[i] - largest);
+    });
     sum = sigmoid ? 1.0f : warp_sum(sum);
 
     unsigned rank[LANE_EXPERTS], chosen = 0;  // bit i: expert 32 i + lane
-    for (int i = 0; i < LANE_EXPERTS; i++) {
-        const int expert = 32 * i + lane;
+    each([&](int i, int expert) {
         p[i] /= sum;
         scores[expert] = bias && expert < n_experts ? p[i] + bias[expert] : p[i];
         rank[i] = expert < n_experts ? float_rank(scores[expert]) : 0;
-    }
+    });
     if (n_groups > 1) {  // lane g holds group g
         __syncwarp();
         const int size = n_experts / n_groups;
@@ -2283,32 +2290,33 @@ route(const float* logits, const float* bias, const int* slots, int* experts, fl
             better += other > mine || (other == mine && g < lane);
         }
         const unsigned kept = __ballot_sync(ALL_LANES, better < n_groups_used);
-        for (int i = 0; i < LANE_EXPERTS; i++)
-            if (rank[i] && !(kept >> (32 * i + lane) / size & 1)) rank[i] = 1;
+        each([&](int i, int expert) {
+            if (rank[i] && !(kept >> expert / size & 1)) rank[i] = 1;
+        });
     }
+    sum = 0.0f;  // of the lane's chosen ones
     for (int n = 0; n < k; n++) {
-        unsigned best = 0, expert = MOST_EXPERTS;
-        for (int i = 0; i < LANE_EXPERTS; i++) best = max(best, rank[i]);
+        unsigned best = 0, first = MOST_EXPERTS;
+        each([&](int i, int) { best = max(best, rank[i]); });
         best = __reduce_max_sync(ALL_LANES, best);
-        for (int i = LANE_EXPERTS - 1; i >= 0; i--)
-            if (rank[i] == best) expert = 32 * i + lane;
-        expert = __reduce_min_sync(ALL_LANES, expert);
-        for (int i = 0; i < LANE_EXPERTS; i++)
-            if (32 * i + lane == expert) rank[i] = 0, chosen |= 1u << i;
+        each([&](int i, int expert) { first = rank[i] == best ? min(first, expert) : first; });
+        first = __reduce_min_sync(ALL_LANES, first);
+        each([&](int i, int expert) {
+            if (expert == first) rank[i] = 0, chosen |= 1u << i, sum += p[i];
+        });
     }
-    sum = 0.0f;
-    for (int i = 0; i < LANE_EXPERTS; i++) sum += chosen >> i & 1 ? p[i] : 0.0f;
     sum = norm ? fmaxf(warp_sum(sum), SMALLEST_SUM) : 1.0f;
     const bool real = slots[row] >= 0;
-    for (int i = 0, first = row * k; i < LANE_EXPERTS; i++) {
+    int first = row * k;
+    each([&](int i, int expert) {
         const unsigned all = __ballot_sync(ALL_LANES, chosen >> i & 1);
         const int at = first + __popc(all & ((1u << lane) - 1));
         if (chosen >> i & 1) {
-            experts[at] = real ? 32 * i + lane : -1;
+            experts[at] = real ? expert : -1;
             weights[at] = real ? p[i] / sum * scale : 0.0f;
         }
         first += __popc(all);
-    }
+    });
 }
 
 // The pairs sorted by expert, and the items: (expert, its first place in pairs, how many, 0).
@@ -2569,8 +2577,8 @@ KERNEL __launch_bounds__(DELTA_THREADS) delta_rule(const __grid_constant__ Delta
         return token;
     };
 
-    // `out` is this lane's part of o, added up with the products of the next token: a sum over lanes
-    // is a long wait. Tokens are loaded one ahead; two in a loop need no register moves.
+    // `out` is this lane's part of o, added up with the products of the next token: a sum over
+    // lanes is a long wait. Tokens are loaded one ahead; two in a loop need no register moves.
     float out[DELTA_COLUMNS] = {};
     DeltaToken next = load_token(-pending);
 #pragma unroll 2

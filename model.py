@@ -657,13 +657,16 @@ class Latent(NamedTuple):
 
 
 class DeltaNet(NamedTuple):
-    """Handles of a gated delta net, which keeps one state of fixed size instead of K and V."""
+    """Handles of a gated delta net, which keeps one state of fixed size instead of K and V.
+
+    d: delta_dim, H_v: delta_v_heads.
+    """
     state_layer: int  # its place in the states
     inputs: object  # matrix: rows of q | k | v, then z [H_v d], beta [H_v], alpha [H_v]
     conv: object  # vector [delta_channels, conv_width]; the last column is for the token itself
     dt: object  # vector [H_v], added to alpha
     decay: object  # vector [H_v], negative
-    norm: object  # vector [delta_dim]
+    norm: object  # vector [d]
     out: object  # matrix [n_embd, H_v d]
 
 
@@ -757,7 +760,7 @@ class Binder:
         return self.ops.vector(self.read(name, *shape))
 
     def weights(self, rows, *shape):
-        """Tensors of matrices. rows: {name: its rows}; shape: how many there are, their columns."""
+        """Tensors of matrices. rows: {name: its rows}; shape: of experts or heads, of columns."""
         *count, cols = shape
         found = [self.gguf.tensor(f"{self.block}{name}.weight", (*count, n, cols))
                  for name, n in rows.items()]
@@ -778,9 +781,9 @@ class Binder:
             return self.ops.experts(tensors)
         return self.ops.matrix(tensors, bias)
 
-    def matrix(self, rows, cols, **options):
-        """The stack of `rows`, {tensor name: its rows}."""
-        return self.stack(self.weights(rows, cols), **options)
+    def matrix(self, rows, *shape, **options):
+        """The stack of these weights."""
+        return self.stack(self.weights(rows, *shape), **options)
 
     def fused(self, name, parts):
         """`parts` {name: its rows}, or the one tensor `name` that holds the rows of all."""
@@ -795,10 +798,10 @@ class Binder:
             mixer = self.delta_net(states)
         else:
             mixer = (self.latent if cfg.latent else self.attention)(index - states)
-        norm = "ffn_norm" if self.has("ffn_norm.weight") else "post_attention_norm"
+        after = "post_attention_norm.weight"  # another name of ffn_norm
         mixed = cfg.n_experts and index >= cfg.n_dense_layers
         return Layer(self.vector("attn_norm.weight", cfg.n_embd), mixer,
-                     self.vector(f"{norm}.weight", cfg.n_embd),
+                     self.vector(after if self.has(after) else "ffn_norm.weight", cfg.n_embd),
                      self.mixture() if mixed else self.dense("", cfg.n_ff))
 
     def attention(self, kv_layer):
@@ -858,11 +861,13 @@ class Binder:
         cfg, n, width = self.cfg, self.cfg.n_experts, self.cfg.n_ff_experts
         router = {"ffn_gate_inp": n} | ({"ffn_gate_inp_shexp": 1} if cfg.shared_gated else {})
         gate_up = self.fused("ffn_gate_up_exps", {"ffn_gate_exps": width, "ffn_up_exps": width})
-        stacks = [self.stack(self.weights(*what), share=cfg.n_experts_used / n) for what in (
-            (gate_up, n, cfg.n_embd), ({"ffn_down_exps": cfg.n_embd}, n, width))]
-        bias = self.vector("exp_probs_b.bias", n) if self.has("exp_probs_b.bias") else None
-        shared = self.dense("_shexp", cfg.n_ff_shared) if cfg.n_ff_shared else None
-        return Mixture(self.matrix(router, cfg.n_embd), bias, *stacks, shared)
+        share = cfg.n_experts_used / n
+        return Mixture(
+            router=self.matrix(router, cfg.n_embd),
+            bias=self.vector("exp_probs_b.bias", n) if self.has("exp_probs_b.bias") else None,
+            gate_up=self.matrix(gate_up, n, cfg.n_embd, share=share),
+            down=self.matrix({"ffn_down_exps": cfg.n_embd}, n, width, share=share),
+            shared=self.dense("_shexp", cfg.n_ff_shared) if cfg.n_ff_shared else None)
 
     def mtp(self, embed, output):
         cfg = self.cfg
@@ -889,11 +894,10 @@ def split_kv_b(tensor, heads, content):
     """
     rows = tensor.data.reshape(heads, tensor.shape[0] // heads, -1)
     keys = dequantize(np.ascontiguousarray(rows[:, :content]), tensor.type).swapaxes(1, 2)
-    keys = np.ascontiguousarray(keys, np.float32)
-    k_b = Tensor(f"{tensor.name} (K)", GGMLQuantizationType.F32, keys.shape,
-                 keys.reshape(-1).view(np.uint8))
-    return k_b, Tensor(f"{tensor.name} (V)", tensor.type, (heads, rows.shape[1] - content,
-                       tensor.shape[1]), np.ascontiguousarray(rows[:, content:]).reshape(-1))
+    shape = heads, rows.shape[1] - content, tensor.shape[1]
+    return (Tensor(f"{tensor.name} (K)", GGMLQuantizationType.F32, keys.shape,
+                   np.ascontiguousarray(keys, np.float32).reshape(-1).view(np.uint8)),
+            Tensor(f"{tensor.name} (V)", tensor.type, shape, rows[:, content:].reshape(-1)))
 
 
 def load(gguf, ops, progress=None):

@@ -284,3 +284,52 @@ def test_two_engines_at_once():
             pass
         assert first == [e.token for e in a.generate([1, 2], leone.Sampling(temperature=0), 8,
                                                      ignore_eos=True)]
+
+
+@pytest.mark.parametrize("family", ["deepseek2", "qwen35"])
+def test_second_turn_of_a_session(family):
+    """Latent or recurrent: it answers as a request does that knows nothing of the first turn."""
+    with engine(quantised(family), "cpu", max_rows=2) as e:
+        first = e.submit(list(range(70)), leone.Sampling(temperature=0), 5, ignore_eos=True,
+                         session="a")
+        finish_all(e)
+        prompt = first.prompt + first.tokens + [9, 8, 7]
+        turns = [e.submit(prompt, leone.Sampling(seed=3), 8, ignore_eos=True, **options)
+                 for options in ({"session": "a"}, {"salt": "another"})]
+        finish_all(e)
+        assert turns[0].tokens == turns[1].tokens and turns[0].logprobs == turns[1].logprobs
+
+
+def finish_all(e):
+    while e.step():
+        pass
+
+
+def test_states_take_their_share_of_memory(monkeypatch):
+    monkeypatch.setattr(reference.Reference, "free_memory", lambda self: 20_000_000)
+    with engine(quantised("qwen35"), "cpu", context=None, sessions=3, max_rows=3) as e:
+        states = 4 * e.cfg.state_bytes(leone.PENDING)
+        assert e.ops.allocated["states"] == states
+        page = leone.PAGE * e.cfg.kv_bytes_per_token("f16")
+        assert e.pool.n_pages == min((18_000_000 - states) // page, 3 * 512 // leone.PAGE)
+    with pytest.raises(DeviceError, match="no memory is left .* fewer --sessions"):
+        engine(quantised("qwen35"), "cpu", context=None, sessions=100, max_rows=3)
+
+
+def test_bytes_of_a_step():
+    """One token reads two of eight experts; many tokens read all."""
+    with engine(quantised("qwen3moe"), "cpu") as e:
+        one, all_ = (e.bytes_per_step(rows) for rows in (1, 10_000))
+        experts = 2 * 3 * 8 * 256 * 256 * 4  # layers, gate, up and down, experts
+        assert all_ - one == experts * 3 // 4
+        assert e.weights.active_parameters == one // 4
+
+
+def test_draft_logits_refuse():
+    with engine(quantised("qwen3"), "cpu") as e:
+        with pytest.raises(RequestError, match="needs a model with an MTP block and two tokens"):
+            e.draft_logits([1, 2, 3])
+    with engine(quantised("qwen35"), "cpu") as e:
+        with pytest.raises(RequestError, match="and two tokens"):
+            e.draft_logits([1])
+        assert e.draft_logits([1, 2]).shape == (1, 512)

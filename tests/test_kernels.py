@@ -94,7 +94,7 @@ def random_pages(device, rng, cfg, n_pages, kv_format):
 
 def shuffled_table(rng, lengths):
     """A page table for sequences of `lengths` tokens over shuffled pages, and their number."""
-    counts = [-(-n // PAGE) for n in lengths]
+    counts = [-(-int(n) // PAGE) for n in lengths]
     table, order, at = np.zeros((len(lengths), max(counts)), np.int32), rng.permutation(
         sum(counts) + 2), 0
     for slot, count in enumerate(counts):

@@ -41,6 +41,7 @@ from sessions import Sessions
 from tokenizer import Tokenizer
 
 VERSION = "0.1.0"
+PENDING = spec.MAX_DRAFT + 1  # most tokens of a sequence outside of its recurrent state
 FEED = -1  # token of a row whose token is still on the device: the last one sampled for its slot
 LOGIT_ROWS = 64  # rows of logits computed at a time when all are wanted
 SNAPSHOT_TOKENS = 8192  # of a long prompt, after which the recurrent state is remembered
@@ -158,10 +159,9 @@ class Engine:
             self.proposer = spec.proposer(draft, self)
             self.prefill_chunk, self.max_rows = prefill_chunk, max_rows
             self.queue_limit, self.queue_tokens = queue, queue_tokens
-            self.pending = 1 + spec.MAX_DRAFT * (draft != "off")  # rows of a decoding sequence
             n_pages, longest = self.plan_pages(kv, context)
             self.proposer.allocate(n_pages, kv)
-            self.kv = self.ops.pages(self.cfg, n_pages, kv, self.max_sessions + 1, self.pending)
+            self.kv = self.ops.pages(self.cfg, n_pages, kv, self.max_sessions + 1, PENDING)
             self.controller = spec.Controller(self.max_sessions + 1,
                                               0 if draft == "off" else draft_length)
             self.pool = PagePool(n_pages)
@@ -187,7 +187,7 @@ class Engine:
         longest = -(-self.cfg.n_ctx // PAGE)
         if context is not None:
             return -(-context // PAGE), min(longest, -(-context // PAGE))
-        states = (self.max_sessions + 1) * self.cfg.state_bytes(self.pending)
+        states = (self.max_sessions + 1) * self.cfg.state_bytes(PENDING)
         room = int(self.ops.free_memory() * 0.9) - states
         room //= PAGE * (self.cfg.kv_bytes_per_token(kv) + self.proposer.kv_bytes_per_token(kv))
         if room < 1:

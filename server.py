@@ -228,7 +228,7 @@ class Writer(threading.Thread):
 # ---- the server ------------------------------------------------------------------------------
 
 COUNTERS = ("steps", "rows", "steps_of_16_rows", "prompt_tokens", "cached_tokens",
-            "generated_tokens")  # of Engine.stats; the others are gauges
+            "generated_tokens", "sweeps", "drafted_tokens", "accepted_tokens")  # of Engine.stats; the others are gauges
 
 
 def shut(connection, how=socket.SHUT_RDWR):
@@ -390,7 +390,7 @@ class Server(socketserver.ThreadingTCPServer):
         with self.gate:
             request = self.usable().submit(
                 order.prompt, order.sampling, order.max_tokens, order.ignore_eos, order.session,
-                choice, order.salt, order.top_logprobs, shown)
+                choice, order.salt, order.top_logprobs, shown, order.speculation)
         self.work.set()
         return request
 
@@ -684,7 +684,7 @@ def build_parser():
                         description="Serve a GGUF model over HTTP. @FILE reads options from FILE.")
     add = parser.add_argument
     add("-m", "--model", required=True, metavar="FILE", help="GGUF file")
-    for option in "--backend", "--kv", "--ctx", "--prefill-chunk":
+    for option in "--backend", "--kv", "--ctx", "--prefill-chunk", "--draft":
         add(option, **cli.OPTIONS[option])
     for name, default, text in (
             ("--sessions", 8, "sequences that hold memory at once (default 8)"),

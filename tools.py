@@ -11,6 +11,7 @@ import device
 import model
 import receipts
 import reference
+import spec
 from errors import DeviceError, ModelError, RequestError
 from kv import PAGE, Batch
 from leone import PENDING, Engine
@@ -252,14 +253,19 @@ PREFILLS = 512, 4096  # prompt lengths whose reading is timed
 REPEATS = 5
 
 
-def bench(engine, rows, profile=False, as_json=False):
-    """Time decoding at each number of sequences in `rows`, and prefill; print a table or JSON."""
+def bench(engine, rows, profile=False, as_json=False, synthetic=None):
+    """Time decoding at each number of sequences in `rows`, and prefill; print a table or JSON.
+
+    With drafts on, decoding is timed once more with them. synthetic: the share of drafts that are
+    to be right; the proposer works as ever, then its tokens are replaced.
+    """
     rng = np.random.default_rng(7)
 
     def run(n, prompt, new):
         """Seconds to the last first token, seconds from there to the end."""
         requests = [engine.submit(rng.integers(0, engine.cfg.n_vocab, prompt).tolist(),
-                                  Sampling(temperature=0), new, ignore_eos=True) for _ in range(n)]
+                                  Sampling(temperature=0), new, ignore_eos=True,
+                                  speculation=False) for _ in range(n)]
         began = time.perf_counter()
         while engine.step():
             pass
@@ -273,7 +279,8 @@ def bench(engine, rows, profile=False, as_json=False):
     new, repeats = (16, 3) if quick else (NEW, REPEATS)
     roof = engine.ops.measure_bandwidth()
     result = dict(model=engine.cfg.name, backend=engine.ops.name, card=engine.ops.card_name,
-                  kv=engine.kv.format, read_bandwidth_gb_per_s=roof, decode=[], prefill=[])
+                  kv=engine.kv.format, read_bandwidth_gb_per_s=roof, decode=[], prefill=[],
+                  drafts=[])
     longest = min(engine.page_table.shape[1] * PAGE - 1, engine.cfg.n_ctx)
     if max(rows) * engine.pages_for(range(PROMPT), new) > engine.pool.n_pages:
         raise RequestError(f"{max(rows)} sequences of {PROMPT + new} tokens do not fit at once in "
@@ -287,6 +294,8 @@ def bench(engine, rows, profile=False, as_json=False):
         result["decode"].append(dict(
             rows=n, tokens_per_s=speed, slowest=speeds[0], fastest=speeds[-1],
             ms_per_step=1e3 * n / speed, gb_per_s=gigabytes, share=gigabytes / roof))
+        if type(engine.proposer) is not spec.Proposer:
+            result["drafts"].append(bench_drafts(engine, n, new, repeats, synthetic))
     flop = 2 * engine.weights.active_parameters
     for length in PREFILLS:
         if length < longest and not (quick and length > 512):
@@ -300,6 +309,54 @@ def bench(engine, rows, profile=False, as_json=False):
     return result
 
 
+def bench_drafts(engine, n, new, repeats, synthetic):
+    """Decode `n` sequences plainly, then the same ones with drafts, of which a share of `synthetic`
+    is made right if it is not None."""
+    rng, real = np.random.default_rng(8), engine.proposer
+    prompts = [rng.integers(0, engine.cfg.n_vocab, PROMPT).tolist() for _ in range(n)]
+
+    def run(speculation):
+        requests = [engine.submit(prompt, Sampling(temperature=0), new, ignore_eos=True,
+                                  speculation=speculation) for prompt in prompts]
+        while engine.step():
+            pass
+        began, ended = (max(getattr(r, name) for r in requests)
+                        for name in ("first_token", "finished"))
+        return n * (new - 1) / (ended - began), {tuple(r.prompt): r.tokens for r in requests}
+
+    plain, (_, answers) = sorted(run(False)[0] for _ in range(repeats)), run(False)
+    if synthetic is not None:
+        engine.proposer = Synthetic(real, answers, synthetic)
+    run(True)  # builds graphs, learns what pays
+    before = engine.stats
+    drafted = sorted(run(True)[0] for _ in range(repeats))
+    after, engine.proposer, controller = engine.stats, real, engine.controller
+    tokens, sweeps = (after[name] - before[name] for name in ("generated_tokens", "sweeps"))
+    tried = controller.tried[-1, 1:]
+    return dict(rows=n, synthetic_acceptance=synthetic, tokens_per_s=drafted[repeats // 2],
+                gain=drafted[repeats // 2] / plain[repeats // 2], tokens_per_sweep=tokens / sweeps,
+                right_by_place=(controller.right[-1, 1:] / np.maximum(tried, 1e-9))[tried > 0.5]
+                .tolist())
+
+
+class Synthetic(spec.Proposer):
+    """The drafts of another proposer with other tokens: each is right with a given chance."""
+
+    def __init__(self, real, answers, share):
+        self.real, self.answers, self.share = real, answers, share
+        self.observe, self.forget = real.observe, real.forget
+        self.rng = np.random.default_rng(9)
+
+    def propose(self, wants):
+        self.real.propose(wants)
+        drafts = {}
+        for request, most in wants.items():
+            right = self.answers[tuple(request.prompt)][len(request.tokens):][:most]
+            drafts[request] = [token if self.rng.random() < self.share else int(not token)
+                               for token in right]
+        return drafts
+
+
 def bench_table(result):
     lines = [f"{result['model']}, {result['card']}, {result['kv']} KV, "
              f"memory reads {result['read_bandwidth_gb_per_s']:.0f} GB/s", "",
@@ -308,6 +365,12 @@ def bench_table(result):
         spread = f"({d['slowest']:8.1f} .. {d['fastest']:8.1f})"
         lines.append(f"{d['rows']:4d} {d['tokens_per_s']:8.1f} {spread}"
                      f" {d['ms_per_step']:9.3f} {d['gb_per_s']:7.1f} {d['share']:6.1%}")
+    for d in result["drafts"]:
+        assumed = d["synthetic_acceptance"]
+        note = "" if assumed is None else f" (SYNTHETIC: {assumed:.0%} of the drafts made right)"
+        places = " ".join(f"{share:.0%}" for share in d["right_by_place"])
+        lines.append(f"{d['rows']:4d} {d['tokens_per_s']:8.1f} with drafts, {d['gain']:.2f} times "
+                     f"plain, {d['tokens_per_sweep']:.2f} tokens a sweep, right: {places}{note}")
     lines.append("")
     for p in result["prefill"]:
         lines.append(f"prefill {p['tokens']:5d}: {p['tokens_per_s']:8.0f} tok/s, "

@@ -53,28 +53,34 @@ class Batch:
         return cls(*arrays, page_table, np.array(tiles, np.int32).reshape(-1, 4),
                    np.array(whole, np.int32).reshape(-1, 6), np.array(logit_rows, np.int32))
 
-    def for_graph(self):
-        """(the same batch padded to one of few sizes, that size), for a batch that decodes: every
-        row wants its logits, and so do the rows of padding. Others stay as they are, size None.
+    def padded_to(self, rows, tiles=None, spans=None):
+        """The same batch with padding up to so many rows, tiles and spans (default: as many as
+        rows). Rows of padding want logits that nobody reads; tiles and spans have one each while
+        there are any, then none. Only for decode batches, in which every row wants logits.
+        """
+        n = len(self.tokens)
 
-        Padding adds rows without a slot, and tiles and spans without rows. Tiles stay fewer than
-        rows where they were: see device.attention.
+        def extend(array, count, value):
+            return np.concatenate([array, np.full(count - len(array), value, np.int32)])
+
+        def cover(array, count):
+            more = [(min(row, rows - 1), int(row < rows), -1, 0, 0, 0)[:array.shape[1]]
+                    for row in range(n, n + (count or rows) - len(array))]
+            return np.concatenate([array, np.array(more, np.int32).reshape(-1, array.shape[1])])
+        return Batch(extend(self.tokens, rows, -2), extend(self.positions, rows, 0),
+                     extend(self.slots, rows, -1), extend(self.rope_sets, rows, 0),
+                     self.page_table, cover(self.tiles, tiles), cover(self.spans, spans),
+                     np.arange(rows, dtype=np.int32))
+
+    def graph_sizes(self):
+        """(rows, tiles, spans) to pad a decode batch to, so that few graphs serve all; or None for
+        other batches and larger ones. Tiles stay fewer than rows where they were: see
+        device.attention.
         """
         bucket = lambda count: next((size for size in GRAPH_SIZES if size >= count), 0)
         n, tiles, spans = len(self.tokens), bucket(len(self.tiles)), bucket(len(self.spans))
         rows = bucket(max(n, tiles + (n > len(self.tiles))))
-        if n != len(self.logit_rows) or not (rows and tiles and spans):
-            return self, None
-
-        def extend(array, count, value):
-            more = np.full((count - len(array), *array.shape[1:]), value, np.int32)
-            return np.concatenate([array, more])
-        no_rows = 0, 0, -1, 0, 0, 0
-        return Batch(extend(self.tokens, rows, -2), extend(self.positions, rows, 0),
-                     extend(self.slots, rows, -1), extend(self.rope_sets, rows, 0),
-                     self.page_table, extend(self.tiles, tiles, no_rows[:4]),
-                     extend(self.spans, spans, no_rows), np.arange(rows, dtype=np.int32)
-                     ), (rows, tiles, spans)
+        return (rows, tiles, spans) if n == len(self.logit_rows) and rows and tiles else None
 
 
 class PagePool:

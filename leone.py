@@ -627,6 +627,8 @@ class Engine:
                   int(position < len(r.prompt))) for r, ids, position, wanted in chosen]
         batch = Batch.of(spans, self.page_table, self.tile_tokens)
         sampled = [(r, i) for r, _, _, wanted in chosen for i in range(wanted)]
+        if self.last_step:
+            self.proposer.leave(self.last_step)
         *result, logits, h = self.draw("", self.forward_all, batch, sampled)
         result = self.ops.fetch(result)
         # Rare and large: these rows wait for their step here, before the next one overwrites them.
@@ -644,7 +646,6 @@ class Engine:
         wanted = decoding + sum(wants.values()) if decoding == len(spans) else 0
         self.last_step = Step(chosen, h, result, rows_of_logits, wants, wanted, began)
         self.in_flight.append(self.last_step)
-        self.proposer.observe(self.last_step)
         self.steps += 1
         self.counts.update(rows=len(batch.tokens), steps_of_16_rows=int(len(sampled) >= 16),
                            sweeps=decoding > 0)
@@ -656,9 +657,9 @@ class Engine:
         name: of the graphs, None for no graph. forward: batch -> (logits, h). sampled: for each row
         of logits (request, i), which draws the request's next token but i.
         """
-        size = None
-        if self.ops.captures and name is not None:
-            batch, size = batch.for_graph()
+        sizes = batch.graph_sizes() if self.ops.captures and name is not None else None
+        if sizes:
+            batch = batch.padded_to(*sizes)
         draws = np.zeros(len(batch.logit_rows), ROW)  # zeros are padding
         for row, (request, i) in enumerate(sampled):
             draws[row] = request.draw
@@ -668,7 +669,7 @@ class Engine:
         def run():
             logits, h = forward(batch)
             return *self.ops.sample(logits, draws, batch), logits, h
-        return self.ops.run(size and (name, *size), run)
+        return self.ops.run(sizes and (name, *sizes), run)
 
     def deliver(self, step):
         """Wait for a launched step and hand its tokens out."""

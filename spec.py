@@ -49,8 +49,8 @@ class Proposer:
     def allocate(self, n_pages, kv_format):
         """Make room for that KV, under the page numbers of the engine's."""
 
-    def observe(self, step):
-        """The engine has launched `step`, whose tokens are not known yet."""
+    def leave(self, step):
+        """The next step is launched now: what this one left on the device is overwritten."""
 
     def forget(self, request):
         """The request has ended."""
@@ -166,58 +166,59 @@ class Mtp(Proposer):
     """
 
     def __init__(self, engine):
-        self.engine = engine
+        self.engine, self.followed = engine, None
 
-    def observe(self, step):
-        """Follow the prompts that the step reads, as far as the next token is known already."""
-        active, row = {}, 0
-        for request, ids, position, _ in step.chosen:
-            known = request.prompt[position + 1:position + len(ids) + 1]
-            if known and request.most_drafts:
-                active[request] = row, position, known
-            row += len(ids)
-        if active:
-            self.draw(self.hidden(step), active)
+    def leave(self, step):
+        if step is not self.followed:
+            active = self.pairs(step, ())
+            if active:
+                self.draw(self.hidden(step), active, ())
 
     def propose(self, wants):
         """First the pairs of the last step that are known by now, then draft after draft."""
-        step, active, row = self.engine.last_step, {}, 0
-        for request, ids, position, _ in step.chosen if step else ():
-            skip = max(0, len(request.prompt) - 1 - position)  # what was observed
-            if request in wants:
-                known = tokens_of(request, position + skip + 1, position + len(ids) + 1)
-                active[request] = row + skip, position + skip, known
-            row += len(ids)
-        drafts, hidden = {request: [] for request in active}, active and self.hidden(step)
-        for place in range(max(wants.values()) if active else 0):
-            tokens, hidden = self.draw(hidden, active, place)
-            for (request, (row, position, ids)), token in zip(active.items(), tokens):
-                drafts[request].append(token)
-                active[request] = row + len(ids) - 1, position + len(ids), [token]
-        drafts = {request: draft[:wants[request]] for request, draft in drafts.items()}
+        step = self.followed = self.engine.last_step
+        active, drafts = self.pairs(step, wants) if step else {}, {}
+        hidden = self.hidden(step) if active else None
+        for place in range(max(wants.values())):
+            wanted = [request for request in active if wants.get(request, 0) > place]
+            if not wanted:
+                break
+            tokens, hidden = self.draw(hidden, active, wanted, place)
+            for request, token in zip(wanted, tokens):
+                drafts.setdefault(request, []).append(token)
+            active = {r: (active[r][0] + len(active[r][2]) - 1, active[r][1] + len(active[r][2]),
+                          drafts[r][-1:]) for r in wanted}
         return valid(drafts, self.engine.cfg.n_vocab)
+
+    def pairs(self, step, wants):
+        """{request: (first row, its position, the tokens behind its and the next rows')}, in the
+        order of rows: of sequences that want drafts, and of prompts."""
+        active, row = {}, 0
+        for request, ids, position, _ in step.chosen:
+            known = tokens_of(request, position + 1, position + len(ids) + 1)
+            reads = position < len(request.prompt) and request.most_drafts and request.slot >= 0
+            if known and (reads or request in wants):
+                active[request] = row, position, known
+            row += len(ids)
+        return active
 
     def hidden(self, step):
         engine = self.engine
         return engine.ops.rmsnorm_f32(step.h, engine.weights.output_norm, engine.cfg.rms_eps)
 
-    def draw(self, hidden, active, place=None):
-        """(a token for each request, the next `hidden`); no tokens without a place in the draft.
-
-        active: {request: (first row, position, tokens behind the rows' own)}, in rising order.
-        """
+    def draw(self, hidden, active, wanted, place=0):
+        """(a token at `place` of the draft for each of `wanted`, the next `hidden`)."""
         engine, spans, end = self.engine, [], 0
         for request, (row, position, ids) in active.items():
             spans.append((-1, 0, [-2] * (row - end), 0, 0))
-            spans.append((request.slot, position, ids, request.rope_set, int(place is not None)))
+            spans.append((request.slot, position, ids, request.rope_set, int(request in wanted)))
             end = row + len(ids)
         spans.append((-1, 0, [-2] * (hidden.shape[0] - end), 0, 0))
         batch = Batch.of([span for span in spans if span[2]], engine.page_table,
                          engine.tile_tokens)
         forward = lambda batch: model.mtp(engine.cfg, engine.weights, hidden, batch, engine.kv,
-                                            engine.ops)
-        wanted = [] if place is None else [(request, place) for request in active]
-        tokens, _, _, hidden = engine.draw(None, forward, batch, wanted)
+                                          engine.ops)
+        tokens, _, _, hidden = engine.draw(None, forward, batch, [(r, place) for r in wanted])
         return engine.ops.fetch([tokens])()[0].tolist() if wanted else [], hidden
 
 

@@ -344,7 +344,7 @@ class Synthetic(spec.Proposer):
 
     def __init__(self, real, answers, share):
         self.real, self.answers, self.share = real, answers, share
-        self.observe, self.forget = real.observe, real.forget
+        self.leave, self.forget = real.leave, real.forget
         self.rng = np.random.default_rng(9)
 
     def propose(self, wants):

@@ -1,4 +1,5 @@
 """Speculation: drafts change how fast tokens come, and nothing else. Models of random weights."""
+import dataclasses
 import itertools
 import os
 
@@ -6,6 +7,7 @@ import numpy as np
 import pytest
 
 import leone
+import reference
 import spec
 from errors import LeoneError
 from models import BACKENDS, GOLDEN, engine, quantised, smol
@@ -239,6 +241,51 @@ def test_bad_draft_lengths(bad):
         engine(quantised("llama3"), "cpu", draft_length=bad)
 
 
+class RunsAhead(reference.Reference):
+    """The CPU with the protocol of a card: batches padded for graphs, one step launched before the
+    tokens of the last are read, and the residual stream in scratch that the next embed takes."""
+    steps_ahead, captures = 1, True
+    scratch = None
+
+    def embed(self, table, batch):
+        if self.scratch is not None:
+            self.scratch[:] = np.nan
+        fed = batch.tokens == leone.FEED
+        tokens = np.where(fed, self.last_tokens(batch)[batch.slots], batch.tokens)
+        self.scratch = super().embed(table, dataclasses.replace(batch, tokens=tokens))
+        return self.scratch
+
+    def sample(self, logits, draws, batch):
+        tokens, logprobs = super().sample(logits, draws, batch)
+        slots = batch.slots[batch.logit_rows]
+        drawn = draws["active"] > 0
+        self.last_tokens(batch)[slots[drawn]] = np.maximum(tokens[drawn], 0)
+        return tokens, logprobs
+
+    def last_tokens(self, batch):
+        if not hasattr(self, "last"):
+            self.last = np.zeros(len(batch.page_table), np.int32)
+        return self.last
+
+
+@pytest.mark.parametrize("target, draft", [
+    ("llama3", "ngram"), ("qwen3", "qwen25"), ("qwen35", "mtp")])
+@pytest.mark.parametrize("length", (None, 3))
+def test_running_ahead_changes_nothing(target, draft, length, monkeypatch):
+    submissions = list(cases(PROMPTS, seed=5))
+    expected = plain(quantised(target), submissions)
+    monkeypatch.setattr(leone, "open_backend", lambda name: RunsAhead())
+    for i, options in enumerate(submissions):
+        options["speculation"] = (True, 2, False)[i % 3]
+    file = str(quantised(draft)) if draft in ALL else draft
+    with engine(quantised(target), "cpu", draft=file, draft_length=length, max_rows=4,
+                prefill_chunk=40) as e:
+        assert run(e, submissions, together=True) == expected
+        if draft == "ngram":
+            e.proposer = Oracle(answers(submissions, expected), 1)
+            assert run(e, submissions, together=True) == expected
+
+
 # ---- proposers -------------------------------------------------------------------------------
 
 
@@ -298,13 +345,15 @@ def test_draft_model_is_checked():
         engine(quantised("llama3"), "cpu", draft="mtp")
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_mtp_drafts_what_the_head_says(backend):
+@pytest.mark.parametrize("ahead", (False, True))
+def test_mtp_drafts_what_the_head_says(ahead, monkeypatch):
     """The first draft of each step is the head's own answer for the whole sequence so far, wherever
     prompt and steps were cut; tokens are those of plain decoding."""
     submissions = list(cases(PROMPTS, seed=3))
-    expected = plain(quantised("qwen35"), submissions, backend)
-    with engine(quantised("qwen35"), backend, draft_length=3, prefill_chunk=20, max_rows=6) as e:
+    expected = plain(quantised("qwen35"), submissions)
+    if ahead:
+        monkeypatch.setattr(leone, "open_backend", lambda name: RunsAhead())
+    with engine(quantised("qwen35"), "cpu", draft_length=3, prefill_chunk=20, max_rows=6) as e:
         assert isinstance(e.proposer, spec.Mtp)
         assert run(e, submissions, together=True) == expected
         assert e.stats["drafted_tokens"] > 0.3 * e.stats["generated_tokens"]

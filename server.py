@@ -227,8 +227,9 @@ class Writer(threading.Thread):
 
 # ---- the server ------------------------------------------------------------------------------
 
+# Of Engine.stats; the others are gauges.
 COUNTERS = ("steps", "rows", "steps_of_16_rows", "prompt_tokens", "cached_tokens",
-            "generated_tokens", "sweeps", "drafted_tokens", "accepted_tokens")  # of Engine.stats; the others are gauges
+            "generated_tokens", "sweeps", "drafted_tokens", "accepted_tokens")
 
 
 def shut(connection, how=socket.SHUT_RDWR):

@@ -254,8 +254,8 @@ class Controller:
         self.right = np.zeros((n_slots + 1, MAX_DRAFT + 1))
         # [drafts or not, size]: averages, when they were measured last, and how often
         self.seconds = np.zeros((2, len(self.SIZES)))
-        self.measured = np.full((2, len(self.SIZES)), -np.inf)
-        self.count = np.zeros((2, len(self.SIZES)), np.int64)
+        self.measured, self.count = np.zeros((2, 2, len(self.SIZES)))
+        self.largest = 0  # most rows of a step that was measured
 
     def lengths(self, limits):
         """{request: drafts to ask for} of the decoding sequences, those with none left out.
@@ -265,43 +265,36 @@ class Controller:
         if self.fixed is not None:
             return {r: n for r, most in limits.items() if (n := min(most, self.fixed)) > 0}
         self.steps += 1
-        count, slots = len(limits), [r.slot for r in limits] + [-1]
-        if not any(most > 0 for most in limits.values()) or not self.known(False).size:
+        count, plain = len(limits), self.cost(False, len(limits))
+        if not np.all(plain):  # not known yet
             return {}
-        self.tried[slots] *= self.AGE
-        self.right[slots] *= self.AGE
-        common = (self.right[-1] + self.OPTIMISM) / (self.tried[-1] + 1)
-        rates = (self.right[slots[:-1]] + 2 * common) / (self.tried[slots[:-1]] + 2)
+        slots, everyone = [request.slot for request in limits], -1
+        self.tried[[*slots, everyone]] *= self.AGE
+        self.right[[*slots, everyone]] *= self.AGE
+        common = (self.right[everyone] + self.OPTIMISM) / (self.tried[everyone] + 1)
+        rates = (self.right[slots] + 2 * common) / (self.tried[slots] + 2)
         chances = rates.cumprod(axis=1)  # that a draft is there, that it is right up to place 1, ..
         allowed = np.arange(MAX_DRAFT) < np.array(list(limits.values()))[:, None]
         gains = np.where(allowed, chances[:, 1:], 0).ravel()
         order = np.argsort(-gains, kind="stable")[:np.count_nonzero(gains)]  # best drafts first
-        rows = count + 1 + np.arange(order.size)
         # No more than twice the rows that any step had: what lies beyond is not known.
-        largest = max(self.known(False).max(), self.known(True).max(initial=0))
-        order = order[rows <= 2 * self.SIZES[largest]]
-        if not order.size:
-            return {}
-        plain = self.cost(False, count)
-        rows, tokens = rows[:order.size], count + np.cumsum(gains[order])
-        speeds = tokens / np.maximum(plain, self.cost(True, rows))
-        best = speeds.argmax()
-        if speeds[best] * plain <= count:
-            return {}
-        lengths = np.bincount(order[:best + 1] // MAX_DRAFT, minlength=count).tolist()
+        order = order[:max(0, 2 * self.largest - count)]
+        seconds = np.maximum(plain, self.cost(True, count + np.arange(len(order) + 1)))
+        seconds[0] = plain
+        speeds = (count + np.cumsum([0, *gains[order]])) / seconds
+        chosen = order[:speeds.argmax()]  # none where that is as good
+        lengths = np.bincount(chosen // MAX_DRAFT, minlength=count).tolist()
         return {request: n for request, n in zip(limits, lengths) if n}
 
-    def known(self, drafts):
-        """Indices of the sizes whose steps were measured, ascending."""
-        return np.flatnonzero(self.measured[int(drafts)] > 0)
-
     def cost(self, drafts, rows):
-        """Seconds of steps of so many rows; those of the nearest known where that is not known."""
-        known = self.known(drafts)
+        """Seconds of steps of so many rows: of the nearest size where theirs is not known, and 0
+        where none is."""
+        known = np.flatnonzero(self.count[int(drafts)] > self.WARM_UP)
         if not known.size:
-            return 0.0
+            return np.zeros(np.shape(rows))
         age = self.steps - self.measured[int(drafts), known]
-        return np.interp(np.searchsorted(self.SIZES, rows), known, self.seconds[int(drafts), known] * self.AGE ** age)
+        seconds = self.seconds[int(drafts), known] * self.AGE ** age
+        return np.interp(np.searchsorted(self.SIZES, rows), known, seconds)
 
     def time(self, rows, drafts, seconds):
         """A step of decoding sequences took so long, which was to have so many rows."""
@@ -312,8 +305,8 @@ class Controller:
             share = min(1, max(self.SMOOTHING, age * (1 - self.AGE)))
             if known:  # something else may have held the machine up
                 seconds = min(seconds, 2 * known)
-            self.seconds[at] += share * (seconds - known)
-            self.measured[at] = self.steps
+            self.seconds[at] = known + (share if known else 1) * (seconds - known)
+            self.measured[at], self.largest = self.steps, max(self.largest, rows)
 
     def learn(self, request, drafted, right=0):
         """Of `drafted` tokens for a request that was to have some, the first `right` were right."""

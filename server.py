@@ -114,6 +114,9 @@ class Answer:
         usage, (first, gap) = self.usage(), self.times()
         finish = self.gone or ",".join(sorted({c.finish or "error" for c in self.choices}))
         rate = f"{self.order.n / gap:.1f} tok/s " if gap else ""
+        drafted, accepted = (sum(getattr(c.request, name) for c in self.choices)
+                             for name in ("drafted", "accepted"))
+        rate += f"drafts {accepted}/{drafted} right " if drafted else ""
         return (f"prompt {usage['prompt_tokens']} "
                 f"cached {usage['prompt_tokens_details']['cached_tokens']} ttft {first:.3f} s "
                 f"tokens {usage['completion_tokens']} {rate}{finish}")

@@ -1,11 +1,13 @@
 """Speculation: drafts change how fast tokens come, and nothing else. Models of random weights."""
 import dataclasses
 import itertools
+import json
 import os
 
 import numpy as np
 import pytest
 
+import cli
 import leone
 import reference
 import spec
@@ -443,3 +445,34 @@ def test_adaptive_drafts_change_nothing(backend):
         for i, options in enumerate(submissions):
             options["speculation"] = (None, True, False, 2)[i % 4]
         assert run(e, submissions, together=True) == expected
+
+
+# ---- the command line ------------------------------------------------------------------------
+
+
+def command(capsys, *arguments):
+    code = cli.main([*arguments, "-m", str(quantised("llama3")), "--backend", "cpu"])
+    return code, *capsys.readouterr()
+
+
+def test_generate_takes_drafts_from_anywhere(capsys):
+    answers = []
+    for source in ("off", "auto", "ngram", str(quantised("llama3"))):
+        code, out, _ = command(capsys, "generate", "-p", "abc", "-n", "12", "--ignore-eos",
+                               "--json", "--ctx", "512", "--draft", source)
+        answers.append(json.loads(out)["tokens"])
+        assert code == 0 and len(answers[-1]) == 12
+    assert len(set(map(tuple, answers))) == 1
+    for source in ("mtp", "nothing.gguf", str(quantised("mistral"))):
+        code, _, err = command(capsys, "generate", "-p", "abc", "--draft", source)
+        assert code == 2 and err.startswith("leone: ") and err.count("\n") == 1
+
+
+def test_bench_compares_with_plain_decoding(capsys):
+    bench = "bench", "--rows", "2", "--ctx", "1024", "--draft", "ngram"
+    code, out, _ = command(capsys, *bench, "--synthetic-acceptance", "0.9")
+    assert code == 0 and "SYNTHETIC: 90%" in out and "with drafts" in out
+    code, out, _ = command(capsys, *bench, "--json")
+    drafts, = json.loads(out)["drafts"]
+    assert drafts["synthetic_acceptance"] is None and drafts["tokens_per_sweep"] > 0
+    assert command(capsys, *bench, "--synthetic-acceptance", "2")[0] == 2

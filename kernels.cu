@@ -2245,7 +2245,7 @@ constexpr float SMALLEST_SUM = 6.1e-5f;
 // null), ascending, and their share. Ranks are ordered as the scores: 0 is no expert, 1 one whose
 // group is left out. Rows with slot < 0 get -1 and 0.
 // PRECOND: grid (rows), 32 threads; k <= n_experts <= min(stride, 512); n_groups <= 32, of equal
-// size and of two experts or more. One warp holds a row, lane l the experts l, l + 32, ...
+// size, with sigmoid of two experts or more. One warp holds a row, lane l experts l, l + 32, ...
 KERNEL __launch_bounds__(32)
 route(const float* logits, const float* bias, const int* slots, int* experts, float* weights,
       int stride, int n_experts, int k, int sigmoid, int norm, float scale, int n_groups,

@@ -520,12 +520,12 @@ def diff(path, text, kv_format):
         finally:
             ops.close()
         runs.append(shown.buffers)
-    print("layer  result of       largest     error  error/largest")
+    print("layer  result of         largest     error  error/largest")
     for (name, layer, expected), (_, _, actual) in zip(*runs):
         largest = float(np.abs(expected).max())
         error = float(np.abs(actual - expected).max())
         good = error <= DIFF_TOLERANCE[kv_format] * largest  # false for NaN
-        print(f"{layer if layer >= 0 else '':5}  {name:12} {largest:10.4g} {error:9.3g} "
+        print(f"{layer if layer >= 0 else '':5}  {name:14} {largest:10.4g} {error:9.3g} "
               f"{error / largest if largest else 0:10.2e}{'' if good else '  <-- differs'}")
         if not good:
             return 1

@@ -169,10 +169,8 @@ class Mtp(Proposer):
         self.engine, self.followed = engine, None
 
     def leave(self, step):
-        if step is not self.followed:
-            active = self.pairs(step, ())
-            if active:
-                self.draw(self.hidden(step), active, ())
+        if step is not self.followed and (active := self.pairs(step, ())):
+            self.draw(self.hidden(step), active, ())
 
     def propose(self, wants):
         """First the pairs of the last step that are known by now, then draft after draft."""
@@ -195,12 +193,12 @@ class Mtp(Proposer):
         order of rows: of sequences that want drafts, and of prompts."""
         active, row = {}, 0
         for request, ids, position, _ in step.chosen:
-            known = tokens_of(request, position + 1, position + len(ids) + 1)
             reads = position < len(request.prompt) and request.most_drafts and request.slot >= 0
-            if known and (reads or request in wants):
+            if reads or request in wants:
+                known = tokens_of(request, position + 1, position + len(ids) + 1)
                 active[request] = row, position, known
             row += len(ids)
-        return active
+        return {request: pairs for request, pairs in active.items() if pairs[2]}
 
     def hidden(self, step):
         engine = self.engine

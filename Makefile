@@ -89,7 +89,7 @@ test-long: test-venv model kernels-for-card  ## the same with the full counts of
 test-gpu: test-venv model kernels.cubin  ## the tests that need a GPU; without one this fails
 	LEONE_TEST_GPU=1 $(VENV_PYTHON) -m pytest -q -m gpu tests
 
-test-emulated: test-venv  ## the same in an emulator on the CPU (g++, x86-64): EMULATED_TIME
+test-emulated: test-venv  ## the same in an emulator on the CPU (g++, x86-64): half an hour or more
 	LEONE_EMULATE=1 LEONE_TEST_GPU=1 $(VENV_PYTHON) -m pytest -q -m gpu tests
 
 # One case of each kind: the tools slow a kernel down a hundredfold.

@@ -129,7 +129,8 @@ NUMBERS = np.random.default_rng(0).integers(-1000, 1000, 64).astype(np.int32)
 @pytest.mark.parametrize("name, message", [
     ("reads_behind", "thread 63: .* 1 bytes behind one of 256 bytes"),
     ("misaligned", "faulty.cu:8: misaligned"), ("index_too_large", "thread 4: .*:12: index 4"),
-    ("shifts_too_far", "thread 16: .*shift by 32"), ("never_meets", "deadlock, .*32 threads are at barrier 3"),
+    ("shifts_too_far", "thread 16: .*shift by 32"),
+    ("never_meets", "deadlock, .*32 threads are at barrier 3"),
     ("lane_missing", "deadlock"), ("too_large", "48 KB")])
 def test_faults_are_named(source, name, message):
     with pytest.raises(driver.EmulationError, match=f"kernel {name}, block .*{message}"):

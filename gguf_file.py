@@ -28,9 +28,9 @@ MAX_POSITION = (1 << 31) - 1  # positions are int32
 ALIGNMENTS = [1 << bits for bits in range(3, 17)]  # 8 bytes to 64 KiB
 
 # Value types of the format: a number or an array of numbers is read with its NumPy type.
-NUMBERS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "u1",
+NUMBERS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?",
            10: "<u8", 11: "<i8", 12: "<f8"}
-BOOL, STRING, ARRAY = 7, 8, 9
+STRING, ARRAY = 8, 9
 
 SPLIT_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
 REQUIRED = object()  # default of a key that must be there
@@ -101,21 +101,17 @@ class Header:
     def value(self, key):
         """A metadata value: int, float, bool, str, a list of bytes (the strings of an array, which
         may be any bytes), or a read-only array of numbers."""
-        kind = self.number("<u4", f"the type of {key!r}")
+        kind, count = self.number("<u4", f"the type of {key!r}"), None
         if kind == ARRAY:
             kind = self.number("<u4", f"the item type of {key!r}")
             count = self.number("<u8", f"the length of {key!r}")
-            if kind == STRING:
-                return self.strings(count, key)
-            return self.typed_numbers(kind, count, key)
         if kind == STRING:
-            return self.string(repr(key)).decode(errors="replace")
-        return self.typed_numbers(kind, 1, key)[0].item()
-
-    def typed_numbers(self, kind, count, key):
+            return (self.string(repr(key)).decode(errors="replace") if count is None
+                    else self.strings(count, key))
         self.require(kind in NUMBERS, f"{key!r} has the unknown value type {kind}")
-        values = self.numbers(NUMBERS[kind], count, repr(key))
-        return values != 0 if kind == BOOL else values
+        if count is None:
+            return self.number(NUMBERS[kind], repr(key))
+        return self.numbers(NUMBERS[kind], count, repr(key))
 
     def strings(self, count, key):
         """The next `count` strings. The loop is tight: vocabularies have 250,000 entries."""
@@ -184,8 +180,8 @@ def read_file(path):
         metadata[key] = header.value(key)
     alignment = metadata.get("general.alignment", 32)
     header.require(isinstance(alignment, int) and alignment in ALIGNMENTS,
-                   f"general.alignment is {reprlib.repr(alignment)}; it must be a power of two from "
-                   "8 to 65536")
+                   f"general.alignment is {reprlib.repr(alignment)}; it must be a power of two "
+                   "from 8 to 65536")
 
     entries = [header.tensor_entry() for _ in range(n_tensors)]
     start_of_data = -(-header.position // alignment) * alignment

@@ -10,7 +10,7 @@ import device
 import gguf_file
 import model
 import receipts
-from errors import DeviceError, ModelError, RequestError
+from errors import DeviceError, ModelError, RequestError, require
 from kv import PAGE, Batch, common_prefix
 from leone import PENDING, Engine
 from sampling import Sampling
@@ -125,28 +125,20 @@ def examine(path):
             raise
         tokenizer = {"problem": str(error)}
     return {
-        "path": str(gguf.path),
-        "files": len(gguf.paths),
+        "path": str(gguf.path), "files": len(gguf.paths),
         "file_bytes": sum(part.stat().st_size for part in gguf.paths),
-        "name": gguf.value("general.name", str, None),
-        "architecture": family,
-        "supported": problem is None,
-        "problem": problem,
+        "name": gguf.value("general.name", str, None), "architecture": family,
+        "supported": problem is None, "problem": problem,
         "parameters": sum(math.prod(tensor.shape) for tensor in gguf.tensors.values()),
         "active_parameters": weights.active_parameters if cfg and cfg.n_experts else None,
-        "state_bytes": cfg and cfg.state_bytes(PENDING),
         "layers": gguf.value(f"{family}.block_count", int, None),
         "context": gguf.value(f"{family}.context_length", int, None),
-        "formats": formats,
-        "cuda_problem": cuda_problem(cfg),
+        "state_bytes": cfg and cfg.state_bytes(PENDING), "formats": formats,
+        "cuda_problem": cfg and device.attention_problem(cfg, "f16"),
         "kv": describe_kv(cfg, on_card, sum(entry["gpu_bytes"] for entry in formats)),
-        "gpu": on_card,
-        "gpu_problem": None if on_card else card,
-        "cubin": device.cubin_state(),
-        "tokenizer": tokenizer,
-        "chat_template": gguf.value("tokenizer.chat_template", str, None) is not None,
-        "notes": notes(gguf, family, cfg),
-    }
+        "gpu": on_card, "gpu_problem": None if on_card else card, "cubin": device.cubin_state(),
+        "tokenizer": tokenizer, "notes": notes(gguf, family, cfg),
+        "chat_template": gguf.value("tokenizer.chat_template", str, None) is not None}
 
 
 def count_formats(tensors):
@@ -169,11 +161,6 @@ def count_formats(tensors):
     return sorted(formats.values(), key=lambda entry: -entry["bytes"])
 
 
-def cuda_problem(cfg, kv_format="f16"):
-    """Why the CUDA kernels have no attention for this model, or None."""
-    return cfg and device.attention_problem(cfg, kv_format)
-
-
 def describe_kv(cfg, card, weight_bytes):
     """For each KV format: bytes per token, of a whole context, and of all that one sequence with
     such a context needs on a card; tokens of one sequence that fit on the present one."""
@@ -183,7 +170,7 @@ def describe_kv(cfg, card, weight_bytes):
     room = max(0, card["free_bytes"] - held) if card else 0
     for kv_format in KV_FORMATS:
         per_token = cfg.kv_bytes_per_token(kv_format)
-        on_cuda = card and not cuda_problem(cfg, kv_format)
+        on_cuda = card and not device.attention_problem(cfg, kv_format)
         described[kv_format] = {
             "bytes_per_token": per_token, "context_bytes": per_token * cfg.n_ctx,
             "needs_bytes": held + per_token * cfg.n_ctx,
@@ -250,10 +237,9 @@ def bench(engine, rows, profile=False, as_json=False):
     """Time decoding at each number of sequences in `rows`, and prefill; print a table or JSON."""
     rng = np.random.default_rng(7)
     new, repeats, prefills = QUICK if engine.ops.name == "cpu" else THOROUGH
-    if max(rows) * engine.pages_for(range(PROMPT), new) > engine.pool.n_pages:
-        raise RequestError(f"{max(rows)} sequences of {PROMPT + new} tokens do not fit at once in "
-                           f"{engine.pool.n_pages * PAGE} tokens of KV cache; use fewer --rows or "
-                           "a larger --ctx")
+    require(max(rows) * engine.pages_for(range(PROMPT), new) <= engine.pool.n_pages,
+            f"{max(rows)} sequences of {PROMPT + new} tokens do not fit at once in "
+            f"{engine.pool.n_pages * PAGE} tokens of KV cache; use fewer --rows or a larger --ctx")
 
     def run(n, prompt, new):
         """Seconds to the last first token, seconds from there to the end."""
@@ -325,8 +311,8 @@ def batch_of(engine, ids, wanted):
     """(uploaded Batch, its pages) of one sequence past the scheduler: the tokens `ids`, of which
     the last `wanted` have logits."""
     count = engine.pages_for(ids, 0)
-    if not engine.make_room(count):
-        raise RequestError(f"{len(ids)} tokens do not fit into the KV cache; give a shorter text")
+    require(engine.make_room(count),
+            f"{len(ids)} tokens do not fit into the KV cache; give a shorter text")
     pages = engine.pool.take(count)
     batch = Batch.of([(0, 0, ids, engine.rope_set(len(ids)), wanted)], np.array([pages], np.int32),
                      engine.tile_tokens)
@@ -359,9 +345,8 @@ def perplexity(engine, text, window, as_json=False):
     """
     ids = engine.tokenizer.encode(text, special=False, bos=False)
     count = len(ids) // window if window >= 4 else 0
-    if not count:
-        raise RequestError(f"the text has {len(ids)} tokens, a window {window}; give a longer text "
-                           "or a window of 4 tokens or more with -c")
+    require(count, f"the text has {len(ids)} tokens, a window {window}; give a longer text or a "
+            "window of 4 tokens or more with -c")
     losses = []  # mean of each window
     for index in range(count):
         part = np.array(ids[index * window:(index + 1) * window])
@@ -447,9 +432,8 @@ def replay(path, model_path, key_path=None, backend="auto"):
     Raises RequestError if the file, the key or the model is not the one of the receipt.
     """
     receipt, prompt, tokens = receipts.read(path)
-    if prompt is None or tokens is None:
-        raise RequestError(f"{path} holds no token ids: save the server's answer to a request with "
-                           '"receipt": true as it is')
+    require(prompt is not None and tokens is not None, f"{path} holds no token ids: save the "
+            'server\'s answer to a request with "receipt": true as it is')
     if key_path:
         receipts.verify(receipts.load_key(key_path, create=False), receipt)
     receipts.check_tokens(receipt, prompt, None)
@@ -463,14 +447,13 @@ def replay(path, model_path, key_path=None, backend="auto"):
     except (KeyError, TypeError, ValueError, AttributeError):
         raise RequestError("the receipt does not say how its tokens were sampled") from None
     model_hash = receipts.hash_model(gguf_file.GGUF(model_path).paths)
-    if model_hash != receipt.get("model_sha256"):
-        raise RequestError(f"{model_path} is not the model of the receipt, whose SHA-256 is "
-                           f"{receipt.get('model_sha256')}; name that file with -m")
+    require(model_hash == receipt.get("model_sha256"), f"{model_path} is not the model of the "
+            f"receipt, whose SHA-256 is {receipt.get('model_sha256')}; name that file with -m")
     with Engine(model_path, backend, receipt.get("kv_format"), max_rows=1) as engine:
         request = engine.submit(prompt, sampling, **options)
         here = receipts.describe(engine, request, receipt.get("id"), model_hash)
-        if here["rope_set"] != receipt.get("rope_set"):
-            raise RequestError("the receipt names other RoPE factors than its lengths call for")
+        require(here["rope_set"] == receipt.get("rope_set"),
+                "the receipt names other RoPE factors than its lengths call for")
         for name in SURROUNDINGS:
             if here[name] != receipt.get(name):
                 print(f"{name} was {receipt.get(name)} and is {here[name]} here: bits may differ",

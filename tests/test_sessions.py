@@ -493,7 +493,7 @@ def test_the_state_cache_has_a_budget():
     with engine(quantised(HYBRID), "cpu", max_rows=4) as e:
         turn(e, random_ids(20))
         [(_, _, state)] = e.prefixes.entries.values()
-        e.prefixes.limit = 3 * state.nbytes
+        e.prefixes.limit = 3 * state.data.nbytes
         prompts = [random_ids(30) for _ in range(5)]
         answers = [turn(e, ids).tokens for ids in prompts]
         assert len(e.prefixes.entries) == 3

@@ -21,7 +21,7 @@ from errors import ModelError
 
 MAX_HEADER = 32 << 20  # bytes; the largest vocabularies of today need 16 MB
 MAX_ENTRIES = 1 << 16  # metadata keys, tensors: real files have at most a few thousand
-MAX_STRINGS = 1 << 21  # of an array: vocabularies and their merges have at most 520,000
+MAX_ITEMS = 1 << 21  # of an array: vocabularies and their merges have at most 520,000
 MAX_NAME = 128  # bytes of a key or a tensor name
 MAX_SIZE = 1 << 20  # of a width, a head count, a number of layers
 MAX_POSITION = (1 << 31) - 1  # positions are int32
@@ -80,11 +80,10 @@ class Header:
     def number(self, kind, what):
         return self.numbers(kind, 1, what)[0].item()
 
-    def count(self, what):
+    def count(self, what, most=MAX_ENTRIES):
         """A number of entries that follow."""
         n = self.number("<u8", what)
-        self.require(n <= MAX_ENTRIES, f"{what} is {n}, but no model has more than {MAX_ENTRIES}; "
-                     "fetch it again")
+        self.require(n <= most, f"{what} is {n}, but no model has more than {most}; fetch it again")
         return n
 
     def string(self, what):
@@ -104,7 +103,7 @@ class Header:
         kind, count = self.number("<u4", f"the type of {key!r}"), None
         if kind == ARRAY:
             kind = self.number("<u4", f"the item type of {key!r}")
-            count = self.number("<u8", f"the length of {key!r}")
+            count = self.count(f"the length of {key!r}", MAX_ITEMS)
         if kind == STRING:
             return (self.string(repr(key)).decode(errors="replace") if count is None
                     else self.strings(count, key))
@@ -115,8 +114,6 @@ class Header:
 
     def strings(self, count, key):
         """The next `count` strings. The loop is tight: vocabularies have 250,000 entries."""
-        self.require(count <= MAX_STRINGS, f"{key!r} has {count} strings, while no model has more "
-                     f"than {MAX_STRINGS}; fetch it again")
         block = memoryview(self.buffer)[self.position:self.limit]
         at, found, length_at = 0, [], struct.Struct("<Q").unpack_from
         try:

@@ -233,9 +233,10 @@ def read_delta(gguf, key, n_layers, n_mtp):
     interval = gguf.size(key + "full_attention_interval", 4)
     by_interval = [(i + 1) % interval != 0 for i in range(n_layers)] + [False] * n_mtp
     recurrent = gguf.value(key + "attention.recurrent_layers", np.ndarray, by_interval)
-    gguf.require(len(recurrent) == len(by_interval) and not any(recurrent[n_layers:])
-                 and not all(recurrent), f"attention.recurrent_layers must say for each of {n_layers + n_mtp} layers "
-                 "whether it is recurrent; not all can be, and a draft head is not")
+    count = len(by_interval)
+    gguf.require(len(recurrent) == count and not any(recurrent[n_layers:]) and not all(recurrent),
+                 f"attention.recurrent_layers must say for each of {count} layers whether it is "
+                 "recurrent; not all can be, and a draft head is not")
     return dict(conv_width=gguf.size(key + "ssm.conv_kernel"), delta_dim=dim, delta_k_heads=k_heads,
                 delta_v_heads=v_heads, recurrent=tuple(map(bool, recurrent[:n_layers])))
 

@@ -11,8 +11,8 @@ A file of the store, NAME.kv, integers little-endian:
     bytes 12-15  bytes of the header
     then         the header: JSON, padded with spaces so that the first blob is aligned; key (what
                  must be equal for the bits to be valid here), root, tokens, committed (how many of
-                 them are in the recurrent state), answers, and for each blob its name, bytes and
-                 SHA-256
+                 them are in the recurrent state), answers, and blobs, in their order:
+                 name -> [bytes, SHA-256]
     then         SHA-256 of all bytes before it
     then         the blobs, each padded with zeros to a multiple of ALIGNMENT and hashed with that:
                  kv, the pages as the backend keeps them, and state, for models that have one
@@ -259,10 +259,9 @@ class Sessions:
         padded = {name: data.ljust(aligned(len(data)), b"\0") for name, data in blobs.items()}
         header = {"key": self.key(), "root": session.root, "tokens": session.tokens,
                   "committed": session.state.committed if session.state else 0,
-                  "answers": dict(self.answers(session.name)), "blobs": [
-                      {"name": name, "bytes": len(blobs[name]),
-                       "sha256": hashlib.sha256(data).hexdigest()}
-                      for name, data in padded.items()]}
+                  "answers": dict(self.answers(session.name)),
+                  "blobs": {name: [len(blobs[name]), hashlib.sha256(data).hexdigest()]
+                            for name, data in padded.items()}}
         text = json.dumps(header).encode()
         text += b" " * (-(len(text) + 48) % ALIGNMENT)
         head = MAGIC + np.array([VERSION, len(text)], "<u4").tobytes() + text
@@ -318,11 +317,11 @@ class Sessions:
         blobs = {}
         with self.opened(session) as file:
             file.seek(at)
-            for blob in header["blobs"]:
-                data = file.read(aligned(blob["bytes"]))
-                if hashlib.sha256(data).hexdigest() != blob["sha256"]:
+            for name, (size, digest) in header["blobs"].items():
+                data = file.read(aligned(size))
+                if hashlib.sha256(data).hexdigest() != digest:
                     raise ValueError
-                blobs[blob["name"]] = data[:blob["bytes"]]
+                blobs[name] = data[:size]
             if file.read(1):
                 raise ValueError
         engine, session.tokens, session.root = self.engine, header["tokens"], header["root"]

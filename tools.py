@@ -296,11 +296,12 @@ def profile_ops(engine, rng):
     for rows in (1, min(engine.prefill_chunk, engine.page_table.shape[1] * PAGE)):
         batch, pages = batch_of(engine, rng.integers(0, engine.cfg.n_vocab, rows).tolist(), 1)
         for _ in range(2):  # the first pass warms up
-            timed, found[rows] = TimedOps(engine.ops), {}
+            mark, found[rows] = engine.ops.mark, {}
+            timed = WatchedOps(engine.ops, mark, lambda _: mark())
             engine.ops.run_ahead()
             model.forward(engine.cfg, engine.weights, batch, engine.kv, timed)
             engine.ops.synchronize()
-            for name, before, after in timed.marks:
+            for name, before, after in timed.calls:
                 calls, ms = found[rows].get(name, (0, 0.0))
                 found[rows][name] = calls + 1, ms + engine.ops.milliseconds(before, after)
         engine.pool.give(pages)
@@ -319,19 +320,21 @@ def batch_of(engine, ids, wanted):
     return engine.ops.upload_batch(batch), pages
 
 
-class TimedOps:
-    """An op table that marks the beginning and the end of every call of another one."""
+class WatchedOps:
+    """An op table that notes each call of another one: (name, before(), after(what it gave))."""
 
-    def __init__(self, ops):
-        self.ops, self.marks = ops, []
+    def __init__(self, ops, before, after):
+        self.ops, self.before, self.after, self.calls = ops, before, after, []
 
     def __getattr__(self, name):
-        def timed(*args, **options):
-            before = self.ops.mark()
-            result = getattr(self.ops, name)(*args, **options)
-            self.marks.append((name, before, self.ops.mark()))
+        op = getattr(self.ops, name)
+
+        def watched(*args, **options):
+            before, result = self.before(), op(*args, **options)
+            given = args[-1] if result is None else result  # ops without result change h, the last
+            self.calls.append((name, before, self.after(given)))
             return result
-        return timed
+        return watched
 
 
 # ---- perplexity ------------------------------------------------------------------------------
@@ -372,28 +375,24 @@ def perplexity(engine, text, window, as_json=False):
 DIFF_TOLERANCE = {"f32": 1e-2, "f16": 1e-2, "q8": 4e-2}
 
 
-class ShownOps:
-    """An op table that keeps a copy of what each op of another one gave or changed."""
+def buffers_of(engine, text):
+    """[(op, layer or -1, a copy of what it gave, as rows)] of one pass over the prompt."""
+    ids, place = engine.checked_ids(engine.tokenize(text)), {"layer": -1}
 
-    def __init__(self, ops):
-        self.ops, self.layer, self.buffers = ops, -1, []
-
-    def numbered(self, layers):
-        for self.layer, layer in enumerate(layers):
+    def numbered(layers):
+        for place["layer"], layer in enumerate(layers):
             yield layer
-        self.layer = -1
+        place["layer"] = -1
 
-    def __getattr__(self, name):
-        op = getattr(self.ops, name)
+    def copied(value):
+        value = engine.ops.download(getattr(value, "weights", value))  # weights: of experts
+        return value.reshape(len(value), -1).copy()
 
-        def shown(*args, **options):
-            result = op(*args, **options)
-            value = args[-1] if result is None else result  # ops without result change h, the last
-            value = getattr(value, "weights", value)  # of experts
-            value = self.ops.download(value)
-            self.buffers.append((name, self.layer, value.reshape(len(value), -1).copy()))
-            return result
-        return shown
+    batch, _ = batch_of(engine, ids, len(ids))
+    engine.weights.layers = numbered(engine.weights.layers)
+    watched = WatchedOps(engine.ops, lambda: place["layer"], copied)
+    model.forward(engine.cfg, engine.weights, batch, engine.kv, watched)
+    return watched.calls
 
 
 def diff(path, text, kv_format):
@@ -401,11 +400,7 @@ def diff(path, text, kv_format):
     runs, records = [], []
     for backend in "cuda", "cpu":
         with Engine(path, backend, kv_format, max_rows=1) as engine:
-            ids, shown = engine.checked_ids(engine.tokenize(text)), ShownOps(engine.ops)
-            batch, _ = batch_of(engine, ids, len(ids))
-            engine.weights.layers = shown.numbered(engine.weights.layers)
-            model.forward(engine.cfg, engine.weights, batch, engine.kv, shown)
-        runs.append(shown.buffers)
+            runs.append(buffers_of(engine, text))
     for (name, layer, actual), (_, _, expected) in zip(*runs):
         largest = float(np.abs(expected).max())
         error = float(np.abs(actual - expected).max())

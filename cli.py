@@ -83,7 +83,7 @@ def build_parser():
         if prompt:
             source = sub.add_mutually_exclusive_group(required=True)
             source.add_argument("-p", "--prompt", metavar="TEXT")
-            source.add_argument("-f", "--file", metavar="FILE", help="its text; - is stdin")
+            source.add_argument("-f", "--file", metavar="FILE", help="or a text file, - for stdin")
         for option in options:
             sub.add_argument(option, **OPTIONS[option])
         return sub

@@ -270,7 +270,7 @@ def read_rope(gguf, key, rope_dim, n_ctx, latent):
     base = gguf.real(key + "rope.freq_base", 10000.0)
     angles = base ** (-np.arange(0, rope_dim, 2) / rope_dim)
     tables = [name for name in ROPE_TABLES if name in gguf.tensors]
-    gguf.require(tables in ([], ROPE_TABLES[:1], ROPE_TABLES[1:]), f"RoPE tables "
+    gguf.require(tables in ([], ROPE_TABLES[:1], ROPE_TABLES[1:]), "RoPE tables "
                  f"{', '.join(tables)}: expected short and long ones, or rope_freqs")
     long_from = original if len(tables) == 2 else 0
     gguf.require(long_from or kind != "longrope",

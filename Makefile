@@ -22,8 +22,8 @@ TEST_PACKAGES := .venv/tests-requirements.txt
 PIP_INSTALL := $(VENV_PYTHON) -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help generate venv model kernels-for-card test test-venv test-long test-gpu sanitize
-.PHONY: check bench dist clean
+.PHONY: help generate venv model kernels-for-card test test-venv test-long test-gpu
+.PHONY: test-emulated sanitize check bench dist clean
 
 help:           ## print this list
 	@awk -F ':.*## ' '/^[a-z.-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -89,14 +89,22 @@ test-long: test-venv model kernels-for-card  ## the same with the full counts of
 test-gpu: test-venv model kernels.cubin  ## the tests that need a GPU; without one this fails
 	LEONE_TEST_GPU=1 $(VENV_PYTHON) -m pytest -q -m gpu tests
 
+test-emulated: test-venv  ## the same in an emulator on the CPU (g++, x86-64): EMULATED_TIME
+	LEONE_EMULATE=1 LEONE_TEST_GPU=1 $(VENV_PYTHON) -m pytest -q -m gpu tests
+
 # One case of each kind: the tools slow a kernel down a hundredfold.
-SANITIZED := small or rmsnorm and 100 or silu_mul and 96 or copy_page or (test_attention and 96-1-3)
+SANITIZED := small or rmsnorm and 100 or silu_mul and 96 or copy_page or \
+    test_attention and 96-1-3 or sigmoid_gate and 64-3-2 or rmsnorm_f32 and 64-64 or \
+    scale_rows and 240 or (rope_latent or test_latent_attention) and 256-4 and not bits or \
+    test_route and (deepseek3 or broken) or test_linear_experts and (96 or 160) or \
+    test_linear_heads and 256 or test_combine and True-True or \
+    (delta_conv or delta_rule or delta_norm or dropped_tokens and 2) and cuda
 
 sanitize: test-venv kernels.cubin  ## kernel tests under compute-sanitizer: memory errors, races
 	@for tool in memcheck racecheck; do \
 	    PATH="$$PATH:$${CUDA_HOME:-/usr/local/cuda}/bin" LEONE_TEST_GPU=1 \
 	    compute-sanitizer --tool $$tool --error-exitcode 1 \
-	    $(VENV_PYTHON) -m pytest -q tests/test_kernels.py -k "$(SANITIZED)" || exit 1; \
+	    $(VENV_PYTHON) -m pytest -q -m gpu tests/test_kernels*.py -k "$(SANITIZED)" || exit 1; \
 	done
 
 check: venv     ## lines of code against the budget, style, the README's file map

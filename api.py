@@ -82,6 +82,7 @@ class Order:
         self.body, self.is_chat, get = body, is_chat, self.get
         get("model", str)  # any: there is only one
         self.session, self.salt = get("session", str), get("cache_salt", str, "")
+        self.speculation = body.get("speculation")
         self.receipt = get("receipt", bool, False)
         supported(server.receipt_key or not self.receipt,
                   "this server signs none; start it with --receipt-key FILE", "receipt")

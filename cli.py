@@ -66,6 +66,10 @@ OPTIONS = {  # that several commands have
     "--ctx": dict(type=int, metavar="N", help="tokens of KV cache in all (default: what fits)"),
     "--prefill-chunk": dict(type=int, default=512, metavar="N",
                             help="prompt tokens of one step (default 512)"),
+    "--draft": dict(default="auto", metavar="HOW",
+                    help="where tokens are drafted, which never changes the answer: off, ngram, "
+                         "mtp (the model's own head) or the GGUF file of a smaller model (default: "
+                         "mtp, or ngram where there is no head)"),
     "--json": dict(action="store_true", help="print one JSON object"),
 }
 
@@ -113,11 +117,14 @@ def build_parser():
                      help="also run the model: are its bits the same at any load?")
 
     sub = command("bench", run_bench, "Measure decode and prefill speed.", *OPTIONS)
+    sub.set_defaults(draft="off")
+    sub.add_argument("--synthetic-acceptance", type=float, metavar="SHARE",
+                     help="with --draft: measure as if this share of the drafts were right")
     sub.add_argument("--rows", default="1,8", metavar="N,N", help="sequences at once (default 1,8)")
     sub.add_argument("--profile", action="store_true", help="time each op")
 
-    sub = command("perplexity", run_perplexity, "Perplexity of a text in windows.", *OPTIONS,
-                  prompt=True)
+    sub = command("perplexity", run_perplexity, "Perplexity of a text in windows.",
+                  *(option for option in OPTIONS if option != "--draft"), prompt=True)
     sub.add_argument("-c", "--window", type=int, default=512, metavar="N",
                      help="tokens of a window (default 512)")
 
@@ -134,7 +141,7 @@ def build_parser():
 
 def open_engine(args, **options):
     return Engine(args.model, args.backend, args.kv, args.prefill_chunk, context=args.ctx,
-                  progress=show_loading, **options)
+                  draft=getattr(args, "draft", "off"), progress=show_loading, **options)
 
 
 def show_loading(done, total):
@@ -205,6 +212,7 @@ def report(args, engine, request, load_seconds):
         print(json.dumps({
             "prompt_tokens": request.prompt, "tokens": request.tokens, "text": request.text,
             "finish_reason": request.finish_reason,
+            "drafted": request.drafted, "accepted": request.accepted,
             "timings": {"load_s": load_seconds, "prefill_s": prefill, "decode_s": decode,
                         "decode_tokens_per_s": rate, "weights_gb_per_s": gigabytes},
             "model": {"file": os.path.basename(args.model), "name": engine.cfg.name,
@@ -231,8 +239,10 @@ def run_bench(args):
     require(re.fullmatch("[1-9][0-9]{0,5}(,[1-9][0-9]{0,5})*", args.rows),
             f'--rows is "{args.rows}"; give numbers such as 1,8,64')
     rows = [int(n) for n in args.rows.split(",")]
+    require(0 <= (args.synthetic_acceptance or 0) <= 1,
+            "--synthetic-acceptance must lie in 0 to 1")
     with open_engine(args, max_rows=max(rows)) as engine:
-        tools.bench(engine, rows, profile=args.profile, as_json=args.json)
+        tools.bench(engine, rows, args.profile, args.json, args.synthetic_acceptance)
 
 
 def run_perplexity(args):

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 PAGE = 64  # tokens of a page
+GRAPH_SIZES = 1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128  # rows of decode batches that have a graph
 
 
 @dataclass
@@ -52,18 +53,34 @@ class Batch:
         return cls(*arrays, page_table, np.array(tiles, np.int32).reshape(-1, 4),
                    np.array(whole, np.int32).reshape(-1, 6), np.array(logit_rows, np.int32))
 
-    def padded_to(self, rows):
-        """The same batch with padding rows up to `rows`, each wanting logits that nobody reads.
-
-        Only for decode batches, in which every row is a tile of its own and wants logits.
+    def padded_to(self, rows, tiles=None, spans=None):
+        """The same batch with padding up to so many rows, tiles and spans (default: as many as
+        rows). Rows of padding want logits that nobody reads; tiles and spans have one each while
+        there are any, then none. Only for decode batches, in which every row wants logits.
         """
         n = len(self.tokens)
-        extend = lambda array, value: np.concatenate([array, np.full(rows - n, value, np.int32)])
-        spans = np.array([(row, 1, -1, 0, 0, 0) for row in range(n, rows)], np.int32).reshape(-1, 6)
-        return Batch(extend(self.tokens, -2), extend(self.positions, 0), extend(self.slots, -1),
-                     extend(self.rope_sets, 0), self.page_table,
-                     np.concatenate([self.tiles, spans[:, :4]]),
-                     np.concatenate([self.spans, spans]), np.arange(rows, dtype=np.int32))
+
+        def extend(array, count, value):
+            return np.concatenate([array, np.full(count - len(array), value, np.int32)])
+
+        def cover(array, count):
+            more = [(min(row, rows - 1), int(row < rows), -1, 0, 0, 0)[:array.shape[1]]
+                    for row in range(n, n + (count or rows) - len(array))]
+            return np.concatenate([array, np.array(more, np.int32).reshape(-1, array.shape[1])])
+        return Batch(extend(self.tokens, rows, -2), extend(self.positions, rows, 0),
+                     extend(self.slots, rows, -1), extend(self.rope_sets, rows, 0),
+                     self.page_table, cover(self.tiles, tiles), cover(self.spans, spans),
+                     np.arange(rows, dtype=np.int32))
+
+    def graph_sizes(self):
+        """(rows, tiles, spans) to pad a decode batch to, so that few graphs serve all; or None for
+        other batches and larger ones. Tiles stay fewer than rows where they were: see
+        device.attention.
+        """
+        bucket = lambda count: next((size for size in GRAPH_SIZES if size >= count), 0)
+        n, tiles, spans = len(self.tokens), bucket(len(self.tiles)), bucket(len(self.spans))
+        rows = bucket(max(n, tiles + (n > len(self.tiles))))
+        return (rows, tiles, spans) if n == len(self.logit_rows) and rows and tiles else None
 
 
 class PagePool:

@@ -7,8 +7,8 @@
     reference.py   NumPy twin of every kernel    device.py    CUDA driver, memory, launches
     kernels.cu     every kernel                  kv.py        pages, known prefixes, batches
     sampling.py    what a sampled token is       sessions.py  conversations in memory and on disk
-    receipts.py    signed receipts               tools.py     doctor, bench, perplexity, diff, ...
-    server.py      HTTP: an OpenAI subset, sessions, metrics, and the page index.html
+    spec.py        drafts of tokens to come      receipts.py  signed receipts
+    tools.py       doctor, bench, diff, ...      server.py    HTTP, sessions, and the page
 
 An Engine owns one model and one device. Requests are submitted to it, and every call of step()
 runs one forward pass over rows of many requests: all that are decoding, then chunks of prompts
@@ -26,6 +26,7 @@ import threading
 import time
 from collections import Counter, deque
 from dataclasses import dataclass, field
+from itertools import islice
 
 import numpy as np
 
@@ -33,6 +34,7 @@ import chat
 import gguf_file
 import model
 import receipts
+import spec
 from errors import LeoneError, ModelError, DeviceError, Overloaded, RequestError
 from kv import PAGE, Batch, PagePool, PrefixCache, Snapshot, SnapshotCache, common_prefix
 from sampling import ROW, Sampling, check_number
@@ -40,9 +42,8 @@ from sessions import Sessions
 from tokenizer import Tokenizer
 
 VERSION = "0.1.0"
-PENDING = 1  # most tokens of a sequence that a step leaves out of its recurrent state
+PENDING = spec.MAX_DRAFT + 1  # most tokens of a sequence outside of its recurrent state
 FEED = -1  # token of a row whose token is still on the device: the last one sampled for its slot
-DECODE_BUCKETS = 1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128  # row counts that have a graph
 LOGIT_ROWS = 64  # rows of logits computed at a time when all are wanted
 SNAPSHOT_TOKENS = 8192  # of a long prompt, after which the recurrent state is remembered
 
@@ -53,6 +54,7 @@ class Event:
     token: int
     text: str
     logprob: float
+    drafted: bool = field(default=False, compare=False)  # the token was a draft that proved right
 
 
 @dataclass(eq=False)
@@ -67,6 +69,7 @@ class Request:
     choice: int = 0  # which of several answers to one prompt
     salt: str = ""  # prompts share known prefixes only with those of the same salt
     top_logprobs: int = 0  # how many of the most likely tokens to report at each position
+    most_drafts: int = 0  # of one step
     tokens: list = field(default_factory=list)
     logprobs: list = field(default_factory=list)
     top: list = field(default_factory=list)  # per token [(id, log probability)], best first
@@ -89,6 +92,8 @@ class Request:
     in_flight: int = 0  # launched steps that name it
     held: str = ""  # text that may be the beginning of a stop string
     last_step: int = 0  # number of the last step with rows of it
+    drafted: int = 0  # tokens that were drafted for it
+    accepted: int = 0  # and those of them that proved right
     submitted: float = 0.0  # times are those of time.perf_counter()
     started: float = 0.0
     first_token: float = 0.0  # time of the first token, 0.0 before
@@ -104,12 +109,24 @@ class Request:
         return f"{self.rope_set} {self.salt}"
 
 
+@dataclass
+class Step:
+    """A launched step, whose tokens are still to be read."""
+    chosen: list  # see Engine.choose_rows
+    h: object  # the residual stream of its rows, until the next step is launched
+    result: object  # waits and gives (tokens, log probabilities) of the rows that want them
+    logits: dict  # row -> its logits, where a request asked for top_logprobs
+    wants: dict  # request -> drafts asked for; if any, the next step waits for this one's tokens
+    rows: int  # if all of them came; 0 where a prompt was read, too
+    began: float
+
+
 class Engine:
     """A model on a device, and the requests that it is working on."""
 
     def __init__(self, path, backend="auto", kv="f16", prefill_chunk=512, max_rows=64, context=None,
                  queue=1024, queue_tokens=None, sessions=None, session_store=None,
-                 state_cache=2 << 30, progress=None):
+                 state_cache=2 << 30, draft="auto", draft_length=None, progress=None):
         """Load the model at `path`.
 
         backend: "auto" (CUDA where there is a card), "cuda", "cpu". kv: format of the KV cache,
@@ -119,8 +136,9 @@ class Engine:
         sessions: sequences that hold memory at once (default max_rows, or fewer where recurrent
         states would take more than a quarter of the memory). session_store: folder in
         which idle sessions survive. state_cache: bytes of host memory for the recurrent states that
-        later prompts may begin from. progress: called with (done bytes, all bytes) while weights
-        load.
+        later prompts may begin from. draft: where drafts come from, see spec.proposer.
+        draft_length: drafts of a sequence in each step (default: as many as pay). progress: called
+        with (done bytes, all bytes) while weights load.
         Raises ModelError, DeviceError.
         """
         if kv not in ("f32", "f16", "q8"):
@@ -129,7 +147,8 @@ class Engine:
         limits = {"prefill_chunk": (prefill_chunk, 65536), "max_rows": (max_rows, 4096),
                   "sessions": (self.max_sessions, 65536), "context": (context, 1 << 31),
                   "queue": (queue, 1 << 31), "queue_tokens": (queue_tokens, 1 << 62),
-                  "state_cache": (state_cache, 1 << 62)}
+                  "state_cache": (state_cache, 1 << 62),
+                  "draft_length": (draft_length, spec.MAX_DRAFT)}
         for name, (value, most) in limits.items():
             if value is not None:
                 check_number(value, int, 1, most, name)
@@ -139,13 +158,17 @@ class Engine:
         self.ops = open_backend(backend)
         try:
             self.cfg, self.weights = model.load(self.gguf, self.ops, progress)
+            self.proposer = spec.proposer(draft, self)
             self.prefill_chunk, self.max_rows = prefill_chunk, max_rows
             if sessions is None and self.cfg.n_state_layers:  # states leave most memory to KV
                 room = self.ops.free_memory() // 4 // self.cfg.state_bytes(PENDING)
                 self.max_sessions = max(1, min(max_rows, room - 1))
             self.queue_limit, self.queue_tokens = queue, queue_tokens
             n_pages, longest = self.plan_pages(kv, context)
+            self.proposer.allocate(n_pages, kv)
             self.kv = self.ops.pages(self.cfg, n_pages, kv, self.max_sessions + 1, PENDING)
+            self.controller = spec.Controller(self.max_sessions + 1,
+                                              0 if draft == "off" else draft_length)
             self.pool = PagePool(n_pages)
             self.prefixes = (SnapshotCache(self.pool, state_cache) if self.cfg.n_state_layers
                              else PrefixCache(self.pool))
@@ -159,6 +182,8 @@ class Engine:
         self.lock = threading.Lock()  # of the queue: requests come from any thread
         self.on_event = lambda request: None  # called when a request has events or has ended
         self.steps, self.counts, self.closed = 0, Counter(), False
+        self.last_step = None
+        self.delivered = 0.0  # time at which the tokens of the last step were there
         self.seconds_held = 0.0  # moving average of how long a request holds its pages
         self.tile_tokens = self.ops.tile_tokens(self.cfg)
 
@@ -169,7 +194,7 @@ class Engine:
             return -(-context // PAGE), min(longest, -(-context // PAGE))
         states = (self.max_sessions + 1) * self.cfg.state_bytes(PENDING)
         room = int(self.ops.free_memory() * 0.9) - states
-        room //= PAGE * self.cfg.kv_bytes_per_token(kv)
+        room //= PAGE * (self.cfg.kv_bytes_per_token(kv) + self.proposer.kv_bytes_per_token(kv))
         if room < 1:
             raise DeviceError("no memory is left for the KV cache; use a smaller model, fewer "
                               "--sessions or --kv q8")
@@ -231,12 +256,13 @@ class Engine:
     # ---- requests ----------------------------------------------------------------------------
 
     def submit(self, prompt, sampling=Sampling(), max_tokens=None, ignore_eos=False, session=None,
-               choice=0, salt="", top_logprobs=0, shown=frozenset()):
+               choice=0, salt="", top_logprobs=0, shown=frozenset(), speculation=None):
         """Queue a prompt (text or ids); returns its Request. Any thread may call it.
 
         max_tokens: default what the context holds. session: name of a conversation whose KV stays.
         choice, salt, top_logprobs: see Request. shown: ids of control tokens that the text of the
-        answer shows. Raises RequestError, and Overloaded where the queue is full.
+        answer shows. speculation: most drafts of a step, False for none; they never change the
+        answer. Raises RequestError, and Overloaded where the queue is full.
         """
         if not isinstance(sampling, Sampling):
             raise RequestError("sampling must be a leone.Sampling", param="sampling")
@@ -251,9 +277,13 @@ class Engine:
             raise RequestError(
                 f"{len(ids)} prompt tokens + {max_tokens} new ones exceed the context of {longest};"
                 " shorten the prompt or ask for fewer tokens", code="context_length_exceeded")
+        if speculation is None or isinstance(speculation, bool):
+            speculation = 0 if speculation is False else spec.MAX_DRAFT
+        check_number(speculation, int, 0, spec.MAX_DRAFT, "speculation")
         request = Request(ids, sampling.seeded(), max_tokens,
                           self.tokenizer.stream(special=shown, after=ids[-1]), ignore_eos,
                           session, choice, salt, top_logprobs, rope_set=self.rope_set(length),
+                          most_drafts=0 if sampling.adjusts else speculation,
                           marks=self.marks_in(ids), submitted=time.perf_counter())
         with self.lock:
             room = self.queue_limit + max(0, self.max_sessions - len(self.active))
@@ -335,6 +365,7 @@ class Engine:
             raise RequestError(f"{length} tokens do not fit: a sequence can have {free} now; "
                                "shorten the text", code="context_length_exceeded")
         pages, slot = self.pool.take(count), self.free_slots.pop()
+        self.last_step = None  # what it left on the device is overwritten now
         self.page_table[slot, :count] = pages
         try:
             yield slot
@@ -351,7 +382,12 @@ class Engine:
                            self.tile_tokens)
 
     def forward(self, batch):
-        return model.forward(self.cfg, self.weights, batch, self.kv, self.ops)
+        return self.forward_all(batch)[0]
+
+    def forward_all(self, batch):
+        """(logits of the rows that want them, the residual stream of all rows)."""
+        h = model.trunk(self.cfg, self.weights, batch, self.kv, self.ops)
+        return model.output(self.cfg, self.weights, h, batch, self.ops), h
 
     def checked_ids(self, ids):
         """`ids` as a list of integers. Raises RequestError if they are no prompt."""
@@ -414,6 +450,7 @@ class Engine:
             request.pages[at] = copy
         request.slot = self.free_slots.pop()
         self.page_table[request.slot, :len(request.pages)] = request.pages
+        request.committed = request.cached_tokens
         if request.state:
             self.ops.load_state(self.kv, request.slot, request.state.data)
             request.committed, request.state = request.state.committed, None
@@ -465,6 +502,8 @@ class Engine:
         self.pool.give(pages)
         if request.slot >= 0:
             self.free_slots.append(request.slot)
+            self.proposer.forget(request)
+            self.controller.forget(request)
             held = time.perf_counter() - request.started
             self.seconds_held += (held - self.seconds_held) * 0.1
             request.slot = -1
@@ -475,13 +514,20 @@ class Engine:
         """One batch step: admit, choose rows, run them, deliver. False when nothing is left to do.
 
         A backend that runs beside Python is kept one step ahead: its next step is launched before
-        the tokens of the last are read.
+        the tokens of the last are read. Not so behind drafts, nor before them.
         """
         self.drop_cancelled()
         self.admit()
-        launched = self.launch_step()
+        if self.in_flight and self.in_flight[-1].wants:
+            self.deliver_all()
+        wants = self.controller.lengths({
+            r: min(r.most_drafts, r.max_tokens - r.sampled - 1) for r in self.decoding()})
+        if wants and self.in_flight:  # drafts follow tokens that are known
+            self.deliver_all()
+            wants = {r: n for r, n in wants.items() if r.finish_reason is None}
+        launched = self.launch_step(wants)
         while len(self.in_flight) > (self.ops.steps_ahead if launched else 0):
-            self.deliver(*self.in_flight.popleft())
+            self.deliver(self.in_flight.popleft())
         return self.busy
 
     @property
@@ -489,10 +535,13 @@ class Engine:
         return bool(self.in_flight or self.active or self.waiting)
 
     def drain(self):
-        """Read the tokens of all launched steps."""
-        while self.in_flight:
-            self.deliver(*self.in_flight.popleft())
+        """Read the tokens of all launched steps, and let go of what was cancelled."""
+        self.deliver_all()
         self.drop_cancelled()
+
+    def deliver_all(self):
+        while self.in_flight:
+            self.deliver(self.in_flight.popleft())
 
     def drop_cancelled(self):
         with self.lock:
@@ -531,16 +580,23 @@ class Engine:
                 self.ops.adjust(slot, table, len(self.page_table))
             request.draw = request.sampling.row(choice=request.choice, adjustment=slot)
 
-    def choose_rows(self):
-        """[(request, tokens, position, wanted)]: decoding sequences, then chunks of prompts."""
-        running = [r for r in self.active if r.finish_reason is None]
-        decoding = [r for r in running if 0 < r.sampled < r.max_tokens]
-        chosen = []
-        # Where there are more than max_rows, those that waited longest have their turn.
-        for request in sorted(decoding, key=lambda r: (r.last_step, r.sampled))[:self.max_rows]:
+    def decoding(self):
+        """The sequences that decode in the next step: where there are more than max_rows, those
+        that waited longest have their turn."""
+        decoding = [r for r in self.active
+                    if r.finish_reason is None and 0 < r.sampled < r.max_tokens]
+        return sorted(decoding, key=lambda r: (r.last_step, r.sampled))[:self.max_rows]
+
+    def choose_rows(self, wants):
+        """[(request, tokens, position, wanted)]: decoding sequences, each with its drafts, then
+        chunks of prompts."""
+        chosen, drafts = [], self.proposer.propose(wants) if wants else {}
+        for request in self.decoding():
             token = request.tokens[-1] if len(request.tokens) == request.sampled else FEED
-            chosen.append((request, [token], len(request.prompt) + request.sampled - 1, 1))
-        for request, count in self.share_chunk([r for r in running if r.read < len(r.prompt)]):
+            ids = [token, *drafts.get(request, ())]
+            chosen.append((request, ids, len(request.prompt) + request.sampled - 1, len(ids)))
+        reading = [r for r in self.active if r.finish_reason is None and r.read < len(r.prompt)]
+        for request, count in self.share_chunk(reading):
             part = request.prompt[request.read:request.read + count]
             last = request.read + count == len(request.prompt)
             chosen.append((request, part, request.read, int(last)))
@@ -565,61 +621,89 @@ class Engine:
             budget -= more
         return [(request, count) for request, count in shares.items() if count]
 
-    def launch_step(self):
-        chosen = self.choose_rows()
+    def launch_step(self, wants):
+        began = time.perf_counter()
+        chosen = self.choose_rows(wants)
         self.sweep()
         if not chosen:
             return False
-        spans = []
-        for request, ids, position, wanted in chosen:
-            reads = position < len(request.prompt)  # a decoded token stays pending until the next
-            spans.append((request.slot, position, ids, request.rope_set, wanted,
-                          position - request.committed, int(reads)))
-            request.committed = position + reads * len(ids)
+        # Prompts enter a recurrent state at once, decoded tokens when the next step follows them.
+        spans = [(r.slot, position, ids, r.rope_set, wanted, position - r.committed,
+                  int(position < len(r.prompt))) for r, ids, position, wanted in chosen]
         batch = Batch.of(spans, self.page_table, self.tile_tokens)
-        sampled = [r for r, _, _, wanted in chosen if wanted]
-        rows = len(batch.tokens)
-        decoding = rows == len(sampled) and rows <= DECODE_BUCKETS[-1]
-        if decoding and self.ops.captures:
-            batch = batch.padded_to(next(b for b in DECODE_BUCKETS if b >= rows))
-        draws = np.zeros(len(batch.logit_rows), ROW)  # zeros are padding
-        for i, request in enumerate(sampled):
-            draws[i] = request.draw
-            draws[i]["position"] = len(request.prompt) + request.sampled
-        key = len(draws) if decoding else None
-        batch, draws = self.ops.upload_batch(batch), self.ops.upload_draws(draws)
-
-        def run():
-            logits = self.forward(batch)
-            return *self.ops.sample(logits, draws, batch), logits
-
-        *result, logits = self.ops.run(key, run)
+        sampled = [(r, i) for r, _, _, wanted in chosen for i in range(wanted)]
+        if self.last_step:
+            self.proposer.leave(self.last_step)
+        *result, logits, h = self.draw("", self.forward_all, batch, sampled)
         result = self.ops.fetch(result)
         # Rare and large: these rows wait for their step here, before the next one overwrites them.
-        rows_of_logits = {request: self.ops.download_row(logits, i)
-                          for i, request in enumerate(sampled) if request.top_logprobs}
-        for request, ids, _, wanted in chosen:
+        rows_of_logits = {row: self.ops.download_row(logits, row)
+                          for row, (request, _) in enumerate(sampled) if request.top_logprobs}
+        for (request, ids, position, wanted), (*_, commits) in zip(chosen, spans):
             request.read = min(request.read + len(ids), len(request.prompt))
-            request.sampled += wanted
+            request.committed = position + len(ids) * commits
+            request.sampled += min(wanted, 1)
             request.in_flight += 1
             first = wanted and request.sampled == 1 and not self.cfg.n_state_layers
             if first or request.read in request.marks:
                 self.remember(request, request.prompt[:request.read])
-        self.in_flight.append((chosen, sampled, rows_of_logits, result))
+        decoding = sum(not commits for *_, commits in spans)
+        wanted = decoding + sum(wants.values()) if decoding == len(spans) else 0
+        self.last_step = Step(chosen, h, result, rows_of_logits, wants, wanted, began)
+        self.in_flight.append(self.last_step)
         self.steps += 1
-        self.counts.update(rows=rows, steps_of_16_rows=int(len(sampled) >= 16))
+        self.counts.update(rows=len(batch.tokens), steps_of_16_rows=int(len(sampled) >= 16),
+                           sweeps=decoding > 0)
         return True
 
-    def deliver(self, chosen, sampled, rows_of_logits, result):
+    def draw(self, name, forward, batch, sampled):
+        """Launch a forward pass and the drawing of tokens: (tokens, log probabilities, logits, h).
+
+        name: of the graphs, None for no graph. forward: batch -> (logits, h). sampled: for each row
+        of logits (request, i), which draws the request's next token but i.
+        """
+        sizes = batch.graph_sizes() if self.ops.captures and name is not None else None
+        if sizes:
+            batch = batch.padded_to(*sizes)
+        draws = np.zeros(len(batch.logit_rows), ROW)  # zeros are padding
+        for row, (request, i) in enumerate(sampled):
+            draws[row] = request.draw
+            draws[row]["position"] = len(request.prompt) + request.sampled + i
+        batch, draws = self.ops.upload_batch(batch), self.ops.upload_draws(draws)
+
+        def run():
+            logits, h = forward(batch)
+            return *self.ops.sample(logits, draws, batch), logits, h
+        return self.ops.run(sizes and (name, *sizes), run)
+
+    def deliver(self, step):
         """Wait for a launched step and hand its tokens out."""
-        tokens, logprobs = result()
-        for request, token, logprob in zip(sampled, tokens.tolist(), logprobs.tolist()):
-            if request.finish_reason is None:  # else it ended after this step was launched
-                if token >= 0 and request in rows_of_logits:
-                    request.top.append(most_likely(rows_of_logits[request], request.top_logprobs,
+        tokens, logprobs = step.result()
+        now = time.perf_counter()
+        if step.rows:
+            self.controller.time(step.rows, bool(step.wants), now - max(step.began, self.delivered))
+        self.delivered = now
+        drawn = enumerate(zip(tokens.tolist(), logprobs.tolist()))
+        for request, ids, _, wanted in step.chosen:
+            drafts, accepted = ids[len(ids) - wanted + 1:], 0
+            rows = list(islice(drawn, wanted))
+            for i, (row, (token, logprob)) in enumerate(rows):
+                if request.finish_reason is not None:  # it ended after this step was launched
+                    break
+                if token >= 0 and row in step.logits:
+                    request.top.append(most_likely(step.logits[row], request.top_logprobs,
                                                    token, logprob))
-                self.accept(request, token, logprob)
-        for request, *_ in chosen:
+                right = drafts[i:i + 1] == [token]  # then the next row had the right token
+                self.accept(request, token, logprob, right)
+                accepted += right
+                if not right or request.cancelled:
+                    break
+            if request in step.wants:  # no other step names it: all its tokens are known now
+                self.controller.learn(request, len(drafts), accepted)
+                request.sampled = len(request.tokens)
+                request.drafted += len(drafts)
+                request.accepted += accepted
+                self.counts.update(drafted_tokens=len(drafts), accepted_tokens=accepted)
             request.in_flight -= 1
         self.sweep()
 
@@ -629,7 +713,7 @@ class Engine:
             self.active.remove(request)
             self.release(request)
 
-    def accept(self, request, token, logprob):
+    def accept(self, request, token, logprob, drafted):
         if token < 0:
             request.error = DeviceError(
                 "the logits are not finite: a value left the range of float16; try --kv f32")
@@ -646,7 +730,7 @@ class Engine:
             text += request.stream.flush()
         text, request.held, stopped = split_at_stop(text, request.sampling.stop, last)
         request.text += text
-        request.events.append(Event(token, text, logprob))
+        request.events.append(Event(token, text, logprob, drafted))
         if ended or stopped:
             self.finish(request, "stop")
         elif last:
@@ -681,7 +765,8 @@ class Engine:
             "pages_cached": self.prefixes.unused, "sessions_resident": self.sessions.resident,
             "sessions_stored": self.sessions.stored, "bytes": dict(self.ops.allocated),
             **{name: self.counts[name] for name in (
-                "rows", "steps_of_16_rows", "prompt_tokens", "cached_tokens", "generated_tokens")}}
+                "rows", "steps_of_16_rows", "sweeps", "prompt_tokens", "cached_tokens",
+                "generated_tokens", "drafted_tokens", "accepted_tokens")}}
 
 
 def most_likely(logits, count, token, logprob):

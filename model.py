@@ -606,7 +606,11 @@ def forward(cfg, weights, batch, kv, ops):
     Writes K and V of all rows to the pages that batch.page_table names, and the states of their
     slots.
     """
-    h = trunk(cfg, weights, batch, kv, ops)
+    return output(cfg, weights, trunk(cfg, weights, batch, kv, ops), batch, ops)
+
+
+def output(cfg, weights, h, batch, ops):
+    """Logits of batch.logit_rows from the residual stream after the last layer."""
     x = ops.rmsnorm(h, weights.output_norm, cfg.rms_eps, batch.logit_rows)
     return ops.linear(x, weights.output)
 

@@ -77,7 +77,7 @@ class Reference:
         """memory_limit: bytes that expanded weights may take (default: half of the free memory)."""
         self.dtype = np.dtype(dtype)
         self.free_bytes = memory_limit if memory_limit is not None else available_memory() // 2
-        self.panels = {}  # tensor name -> its Panels, so that tied matrices are expanded once
+        self.panels = {}  # address of a tensor -> its Panels: tied matrices are expanded once
         self.adjustments = {}  # slot -> ADJUSTMENT [n_vocab]
         self.allocated = {}  # purpose -> bytes
         self.tiles = {}  # weight shape -> sizes of safe token tiles, largest first
@@ -102,7 +102,8 @@ class Reference:
 
     def expand(self, tensor):
         """The tensor's panels. They stay quantised where they would not fit in memory."""
-        if tensor.name not in self.panels:
+        place = tensor.data.ctypes.data
+        if place not in self.panels:
             nbytes = int(np.prod(tensor.shape)) * self.dtype.itemsize
             fits = nbytes <= self.free_bytes
             self.free_bytes -= nbytes * fits
@@ -110,13 +111,13 @@ class Reference:
                       for at in range(0, tensor.shape[0], PANEL)]
             for panel in panels if fits else ():
                 panel.values = panel.expanded(self.dtype)
-            self.panels[tensor.name] = panels
-        return self.panels[tensor.name]
+            self.panels[place] = panels
+        return self.panels[place]
 
     def pages(self, cfg, n_pages, kv_format, n_states=0, pending=1):
         """Storage for KV, with `states` for the recurrent layers of `n_states` sequences."""
         kv = Pages(cfg, n_pages, kv_format, self.dtype)
-        self.allocated["kv"] = kv.nbytes
+        self.allocated["kv"] = self.allocated.get("kv", 0) + kv.nbytes
         if cfg.n_state_layers:
             kv.states = self.states(cfg, n_states, pending)
         return kv
@@ -170,7 +171,7 @@ class Reference:
         return 1e3 * (after - before)
 
     def stored_bytes(self, tensor):
-        expanded = lambda part: self.panels[part.name][0].values is not None
+        expanded = lambda part: self.panels[part.data.ctypes.data][0].values is not None
         return sum(int(np.prod(part.shape)) * self.dtype.itemsize if expanded(part)
                    else part.data.nbytes for part in tensor.parts())
 

@@ -150,6 +150,9 @@ class Answer:
         usage, (first, gap) = self.usage(), self.times()
         finish = self.gone or ",".join(sorted({c.finish or "error" for c in self.choices}))
         rate = f"{self.order.n / gap:.1f} tok/s " if gap else ""
+        drafted, accepted = (sum(getattr(c.request, name) for c in self.choices)
+                             for name in ("drafted", "accepted"))
+        rate += f"drafts {accepted}/{drafted} right " if drafted else ""
         return (f"prompt {usage['prompt_tokens']} "
                 f"cached {usage['prompt_tokens_details']['cached_tokens']} ttft {first:.3f} s "
                 f"tokens {usage['completion_tokens']} {rate}{finish}")
@@ -208,8 +211,9 @@ class Writer(threading.Thread):
 
 # ---- the server ------------------------------------------------------------------------------
 
+# Of Engine.stats; the others are gauges.
 COUNTERS = ("steps", "rows", "steps_of_16_rows", "prompt_tokens", "cached_tokens",
-            "generated_tokens")  # of Engine.stats; the others are gauges
+            "generated_tokens", "sweeps", "drafted_tokens", "accepted_tokens")
 
 
 def shut(connection, how=socket.SHUT_RDWR):
@@ -365,7 +369,7 @@ class Server(socketserver.ThreadingTCPServer):
         with self.gate:
             request = self.usable().submit(
                 order.prompt, order.sampling, order.max_tokens, order.ignore_eos, order.session,
-                choice, order.salt, order.top_logprobs, shown)
+                choice, order.salt, order.top_logprobs, shown, order.speculation)
         self.work.set()
         return request
 
@@ -655,7 +659,7 @@ def build_parser():
                         description="Serve a GGUF model over HTTP. @FILE reads options from FILE.")
     add = parser.add_argument
     add("-m", "--model", required=True, metavar="FILE", help="GGUF file")
-    for option in "--backend", "--kv", "--ctx", "--prefill-chunk":
+    for option in "--backend", "--kv", "--ctx", "--prefill-chunk", "--draft":
         add(option, **cli.OPTIONS[option])
     for name, default, text in (
             ("--sessions", 8, "sequences that hold memory at once (default 8)"),

@@ -10,6 +10,7 @@ import device
 import gguf_file
 import model
 import receipts
+import spec
 from errors import DeviceError, ModelError, RequestError, require
 from kv import PAGE, Batch, common_prefix
 from leone import PENDING, Engine
@@ -233,8 +234,12 @@ PROMPT = 128  # tokens of the prompts before decoding is timed
 THOROUGH, QUICK = (128, 5, (512, 4096)), (16, 3, (512,))  # on the CPU a row may take seconds
 
 
-def bench(engine, rows, profile=False, as_json=False):
-    """Time decoding at each number of sequences in `rows`, and prefill; print a table or JSON."""
+def bench(engine, rows, profile=False, as_json=False, synthetic=None):
+    """Time decoding at each number of sequences in `rows`, and prefill; print a table or JSON.
+
+    With drafts on, decoding is timed once more with them. synthetic: the share of drafts that are
+    to be right; the proposer works as ever, then its tokens are replaced.
+    """
     rng = np.random.default_rng(7)
     new, repeats, prefills = QUICK if engine.ops.name == "cpu" else THOROUGH
     require(max(rows) * engine.pages_for(range(PROMPT), new) <= engine.pool.n_pages,
@@ -244,7 +249,8 @@ def bench(engine, rows, profile=False, as_json=False):
     def run(n, prompt, new):
         """Seconds to the last first token, seconds from there to the end."""
         requests = [engine.submit(rng.integers(0, engine.cfg.n_vocab, prompt).tolist(),
-                                  Sampling(temperature=0), new, ignore_eos=True) for _ in range(n)]
+                                  Sampling(temperature=0), new, ignore_eos=True,
+                                  speculation=False) for _ in range(n)]
         began = time.perf_counter()
         while engine.step():
             pass
@@ -256,7 +262,8 @@ def bench(engine, rows, profile=False, as_json=False):
 
     roof = engine.ops.measure_bandwidth()
     result = dict(model=engine.cfg.name, backend=engine.ops.name, card=engine.ops.card_name,
-                  kv=engine.kv.format, read_bandwidth_gb_per_s=roof, decode=[], prefill=[])
+                  kv=engine.kv.format, read_bandwidth_gb_per_s=roof, decode=[], drafts=[],
+                  prefill=[])
     for n in rows:
         run(n, PROMPT, 4)  # builds the graphs
         speeds = sorted(n * (new - 1) / run(n, PROMPT, new)[1] for _ in range(repeats))
@@ -265,6 +272,8 @@ def bench(engine, rows, profile=False, as_json=False):
         result["decode"].append(dict(
             rows=n, tokens_per_s=speed, slowest=speeds[0], fastest=speeds[-1],
             ms_per_step=1e3 * n / speed, gb_per_s=gigabytes, share=gigabytes / roof))
+        if type(engine.proposer) is not spec.Proposer:
+            result["drafts"].append(bench_drafts(engine, n, new, repeats, synthetic))
     longest = min(engine.page_table.shape[1] * PAGE - 1, engine.cfg.n_ctx)
     for length in (length for length in prefills if length < longest):
         run(1, length, 1)
@@ -278,11 +287,65 @@ def bench(engine, rows, profile=False, as_json=False):
     return result
 
 
+def bench_drafts(engine, n, new, repeats, synthetic):
+    """Decode `n` sequences plainly, then the same ones with drafts, of which a share of `synthetic`
+    is made right if it is not None."""
+    rng, real = np.random.default_rng(8), engine.proposer
+    prompts = [rng.integers(0, engine.cfg.n_vocab, PROMPT).tolist() for _ in range(n)]
+
+    def run(speculation):
+        requests = [engine.submit(prompt, Sampling(temperature=0), new, ignore_eos=True,
+                                  speculation=speculation) for prompt in prompts]
+        while engine.step():
+            pass
+        began, ended = (max(getattr(r, name) for r in requests)
+                        for name in ("first_token", "finished"))
+        return n * (new - 1) / (ended - began), {tuple(r.prompt): r.tokens for r in requests}
+
+    plain, (_, answers) = sorted(run(False)[0] for _ in range(repeats)), run(False)
+    if synthetic is not None:
+        engine.proposer = Synthetic(real, answers, synthetic)
+    run(True)  # builds graphs, learns what pays
+    before = engine.stats
+    drafted = sorted(run(True)[0] for _ in range(repeats))
+    after, engine.proposer, controller = engine.stats, real, engine.controller
+    tokens, sweeps = (after[name] - before[name] for name in ("generated_tokens", "sweeps"))
+    tried = controller.tried[-1, 1:]
+    return dict(rows=n, synthetic_acceptance=synthetic, tokens_per_s=drafted[repeats // 2],
+                gain=drafted[repeats // 2] / plain[repeats // 2], tokens_per_sweep=tokens / sweeps,
+                right_by_place=(controller.right[-1, 1:] / np.maximum(tried, 1e-9))[tried > 0.5]
+                .tolist())
+
+
+class Synthetic(spec.Proposer):
+    """The drafts of another proposer with other tokens: each is right with a given chance."""
+
+    def __init__(self, real, answers, share):
+        self.real, self.answers, self.share = real, answers, share
+        self.leave, self.forget = real.leave, real.forget
+        self.rng = np.random.default_rng(9)
+
+    def propose(self, wants):
+        self.real.propose(wants)
+        drafts = {}
+        for request, most in wants.items():
+            right = self.answers[tuple(request.prompt)][len(request.tokens):][:most]
+            drafts[request] = [token if self.rng.random() < self.share else int(not token)
+                               for token in right]
+        return drafts
+
+
 def bench_table(result):
     yield (f"{result['model']}, {result['card']}, {result['kv']} KV, "
            f"memory reads {result['read_bandwidth_gb_per_s']:.0f} GB/s")
-    for records in filter(None, (result["decode"], result["prefill"])):
-        yield from ("", *columns(records))
+    yield from ("", *columns(result["decode"]))
+    for found in result["drafts"]:
+        assumed = found.pop("synthetic_acceptance")
+        places = " ".join(f"{share:.0%}" for share in found.pop("right_by_place"))
+        yield from ("", "with drafts, right by place: " + places + (
+            f" (SYNTHETIC: {assumed:.0%} of the drafts made right)" if assumed is not None else ""))
+        yield from columns([found])
+    yield from ("", *columns(result["prefill"]))
     for rows, ops in result.get("ops", {}).items():
         total = sum(ms for _, ms in ops.values())
         yield from ("", f"one step of {rows} rows: {total:.3f} ms in ops")

@@ -86,7 +86,7 @@ class InstantEngine:
         return self.tokenize(said + "<|assistant|>" + names.get("opening", ""))
 
     def submit(self, prompt, sampling, max_tokens=None, ignore_eos=False, session=None, choice=0,
-               salt="", top_logprobs=0, shown=frozenset()):
+               salt="", top_logprobs=0, shown=frozenset(), speculation=None):
         sampling.validate(self.cfg.n_vocab)
         if not isinstance(prompt, list) or not prompt or not all(
                 isinstance(id, int) and 0 <= id < 0x110000 for id in prompt):

@@ -12,11 +12,10 @@ from collections import deque
 from dataclasses import fields
 
 import chat
-from chat import require
-from errors import ModelError, RequestError
+from errors import ModelError, RequestError, require
+from receipts import unique
 from sampling import Sampling
 
-DEPTH_LIMIT = 64  # of nested arrays and objects
 MOST_CHOICES = 64  # sequences of one request
 MOST_TOP_LOGPROBS, MOST_TOOLS = 20, 128
 
@@ -39,18 +38,12 @@ def parse_json(data):
     """The JSON object in `data`. RequestError unless it is plain: finite, shallow, UTF-8."""
     try:
         value = json.loads(data.decode(), object_pairs_hook=unique)
-        if depth(value) > DEPTH_LIMIT:
-            raise ValueError(f"it is nested deeper than {DEPTH_LIMIT} levels")
+        if depth(value) > chat.DEPTH_LIMIT:
+            raise ValueError(f"it is nested deeper than {chat.DEPTH_LIMIT} levels")
         encode(value).encode()  # fails for NaN, for 1e999 and for lone surrogates
     except (ValueError, RecursionError) as error:
         raise RequestError(f"the body is not plain JSON: {chat.one_line(error)}") from None
     require(isinstance(value, dict), "the body must be a JSON object")
-    return value
-
-
-def unique(pairs):
-    if len(value := dict(pairs)) < len(pairs):
-        raise ValueError("an object has a name twice")
     return value
 
 

@@ -33,7 +33,7 @@ from jinja2.compiler import CodeGenerator
 from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from errors import ModelError, RequestError
+from errors import ModelError, RequestError, require
 
 TIME_LIMIT_S = 2.0  # a page-long template takes 0.1 s to compile and 5 ms to render
 MEMORY_LIMIT = 1 << 30  # bytes of address space
@@ -59,12 +59,6 @@ def prepare_messages(messages, style=None):
     deepseek = style is not None and style.tools == "deepseek"
     return [prepared_message(message, f"messages[{index}]", deepseek)
             for index, message in enumerate(messages)]
-
-
-def require(condition, problem, status=400, code="invalid_request", param=None):
-    """RequestError unless the condition holds."""
-    if not condition:
-        raise RequestError(problem, status, code, param)
 
 
 check = functools.partial(require, param="messages")

@@ -2,12 +2,13 @@
 import argparse
 import json
 import os
+import re
 import sys
 import time
 from dataclasses import fields
 from pathlib import Path
 
-from errors import LeoneError, RequestError
+from errors import LeoneError, require
 
 
 def stopped():
@@ -79,23 +80,20 @@ def build_parser():
     parser.add_argument("--version", action="version", version=f"leone {VERSION}")
     commands = parser.add_subparsers(metavar="command", required=True)
 
-    def command(name, run, summary, *options):
+    def command(name, run, summary, *options, prompt=False):
         sub = commands.add_parser(name, help=summary, description=summary)
         sub.set_defaults(run=run)
         sub.add_argument("-m", "--model", required=True, metavar="FILE", help="GGUF file")
+        if prompt:
+            source = sub.add_mutually_exclusive_group(required=True)
+            source.add_argument("-p", "--prompt", metavar="TEXT")
+            source.add_argument("-f", "--file", metavar="FILE", help="or a text file, - for stdin")
         for option in options:
             sub.add_argument(option, **OPTIONS[option])
         return sub
 
-    def prompt(sub):
-        source = sub.add_mutually_exclusive_group(required=True)
-        source.add_argument("-p", "--prompt", metavar="TEXT")
-        source.add_argument("-f", "--file", metavar="FILE",
-                            help="read the text from FILE, - for stdin")
-
     sub = command("generate", run_generate, "Continue a prompt, or answer it with --chat; without "
-                  "other options by the most likely tokens.", *OPTIONS)
-    prompt(sub)
+                  "other options by the most likely tokens.", *OPTIONS, prompt=True)
     sub.add_argument("-n", "--max-tokens", type=int, default=256, metavar="N",
                      help="most tokens to generate (default 256)")
     sub.add_argument("--chat", action="store_true", help="use the model's chat template")
@@ -110,8 +108,7 @@ def build_parser():
                      help="stop before this text; may be given several times")
     sub.add_argument("--ignore-eos", action="store_true", help="go on after the end of the answer")
 
-    sub = command("tokenize", run_tokenize, "Show the token ids of a text.", "--json")
-    prompt(sub)
+    sub = command("tokenize", run_tokenize, "Show the token ids of a text.", "--json", prompt=True)
     sub.add_argument("--special", action="store_true", help="read control tokens in the text")
 
     sub = command("doctor", lambda args: tools.doctor(args.model, args.json, args.deep),
@@ -127,14 +124,12 @@ def build_parser():
     sub.add_argument("--profile", action="store_true", help="time each op")
 
     sub = command("perplexity", run_perplexity, "Perplexity of a text in windows.",
-                  *(option for option in OPTIONS if option != "--draft"))
-    prompt(sub)
+                  *(option for option in OPTIONS if option != "--draft"), prompt=True)
     sub.add_argument("-c", "--window", type=int, default=512, metavar="N",
                      help="tokens of a window (default 512)")
 
-    sub = command("diff", lambda args: tools.diff(args.model, read_text(args), args.kv),
-                  "Run a prompt on both backends and compare every buffer.", "--kv")
-    prompt(sub)
+    command("diff", lambda args: tools.diff(args.model, read_text(args), args.kv),
+            "Run a prompt on both backends and compare every buffer.", "--kv", prompt=True)
 
     sub = command(
         "replay", lambda args: tools.replay(args.receipt, args.model, args.key, args.backend),
@@ -158,15 +153,14 @@ def read_text(args):
     if args.prompt is not None:
         # bytes of the command line that are not UTF-8 arrive as lone surrogates
         return args.prompt.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
-    if args.file == "-" and sys.stdin is None:
-        raise RequestError("standard input is closed; name a file with -f")
+    require(args.file != "-" or sys.stdin, "standard input is closed; name a file with -f")
     data = sys.stdin.buffer.read() if args.file == "-" else Path(args.file).read_bytes()
     return data.decode("utf-8", "replace")
 
 
 def run_generate(args):
-    if args.system is not None and not args.chat:
-        raise RequestError("--system is for --chat; add --chat or put the text into the prompt")
+    require(args.chat or args.system is None,
+            "--system is for --chat; add --chat or put the text into the prompt")
     text = read_text(args)
     sampling = Sampling(**{field.name: getattr(args, field.name) for field in fields(Sampling)
                            if hasattr(args, field.name)})
@@ -242,14 +236,11 @@ def run_tokenize(args):
 
 
 def run_bench(args):
-    try:
-        rows = [int(n) for n in args.rows.split(",")]
-    except ValueError:
-        rows = [0]
-    if min(rows) < 1:
-        raise RequestError(f'--rows is "{args.rows}"; give numbers such as 1,8,64')
-    if not 0 <= (args.synthetic_acceptance or 0) <= 1:
-        raise RequestError("--synthetic-acceptance must lie in 0 to 1")
+    require(re.fullmatch("[1-9][0-9]{0,5}(,[1-9][0-9]{0,5})*", args.rows),
+            f'--rows is "{args.rows}"; give numbers such as 1,8,64')
+    rows = [int(n) for n in args.rows.split(",")]
+    require(0 <= (args.synthetic_acceptance or 0) <= 1,
+            "--synthetic-acceptance must lie in 0 to 1")
     with open_engine(args, max_rows=max(rows)) as engine:
         tools.bench(engine, rows, args.profile, args.json, args.synthetic_acceptance)
 

@@ -24,6 +24,12 @@ class RequestError(LeoneError):
         self.status, self.code, self.param = status, code, param
 
 
+def require(condition, problem, status=400, code="invalid_request", param=None):
+    """RequestError unless the condition holds."""
+    if not condition:
+        raise RequestError(problem, status, code, param)
+
+
 class Overloaded(RequestError):
     """There is no room now; try again after `retry_after_ms` milliseconds."""
 

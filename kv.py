@@ -115,15 +115,15 @@ class PagePool:
 class PrefixCache:
     """What is known of sequences that were computed before, found again by the tokens up to there.
 
-    An entry holds one full page. Its key is a SHA-256 chained over the pages before it, starting
-    from what else decides its bits (`root`: the RoPE set, and a salt that keeps callers apart). The
-    cache is one holder of the pages of each entry and lets the least recently used entries go when
-    pages are short.
+    An entry holds one full page. Its key is the SHA-256 of what else decides its bits (`root`: the
+    RoPE set, and a salt that keeps callers apart) and of all tokens up to its end. The cache is one
+    holder of the pages of each entry and lets the least recently used entries go when pages are
+    short.
     """
 
     def __init__(self, pool):
         self.pool = pool
-        self.entries = {}  # key -> (tokens as bytes, pages, state), least recently used first
+        self.entries = {}  # key -> (its tokens, pages, state), least recently used first
         self.held = np.zeros(pool.n_pages, np.int32)  # how many entries hold each page
 
     @property
@@ -134,9 +134,9 @@ class PrefixCache:
     def find(self, ids, root):
         """(pages, tokens in them, None) of the longest known prefix, the pages held once more."""
         found = []
-        for key, tokens in keyed_pages(ids, root):
+        for key, end in keyed_prefixes(ids, root, range(PAGE, len(ids) + 1, PAGE)):
             known, pages, _ = self.entries.get(key, (None, None, None))
-            if known != tokens:
+            if known != ids[end - PAGE:end]:
                 break
             found.append((key, *pages))
         self.touch([key for key, _ in found])
@@ -147,9 +147,9 @@ class PrefixCache:
     def add(self, ids, pages, root, state=None):
         """Remember those of `pages` that `ids` fill."""
         keys = []
-        for (key, tokens), page in zip(keyed_pages(ids, root), pages):
+        for key, end in keyed_prefixes(ids, root, range(PAGE, len(ids) + 1, PAGE)):
             keys.append(key)
-            self.hold(key, tokens, [page])
+            self.hold(key, ids[end - PAGE:end], [pages[end // PAGE - 1]])
         self.touch(keys)
 
     def hold(self, key, tokens, pages, state=None):
@@ -185,10 +185,6 @@ class Snapshot:
     committed: int  # tokens that are in it; those behind them are pending, and kept beside it
     data: object
 
-    @property
-    def nbytes(self):
-        return self.data.nbytes
-
 
 class SnapshotCache(PrefixCache):
     """The same for models with recurrent state, which cannot be cut back to an earlier token.
@@ -204,43 +200,34 @@ class SnapshotCache(PrefixCache):
     def find(self, ids, root):
         """(pages, tokens, state) of the longest known prefix, the pages held once more."""
         pages, length, state = [], 0, None
-        lengths = sorted({len(tokens) // 4 for tokens, _, _ in self.entries.values()})
-        for key, tokens in keyed_prefixes(ids, root, lengths):
-            if key in self.entries and self.entries[key][0] == tokens:
+        lengths = sorted({len(tokens) for tokens, _, _ in self.entries.values()})
+        for key, end in keyed_prefixes(ids, root, lengths):
+            if key in self.entries and self.entries[key][0] == ids[:end]:
                 _, pages, state = self.entries[key]
-                length = len(tokens) // 4
+                length = end
                 self.touch([key])
         self.pool.share(pages)
         return list(pages), length, state
 
     def add(self, ids, pages, root, state=None):
         """Remember the whole prefix, whose pages these are, with the state behind it."""
-        for key, tokens in keyed_prefixes(ids, root, [len(ids)]):
-            self.hold(key, tokens, list(pages), state)
+        for key, _ in keyed_prefixes(ids, root, [len(ids)]):
+            self.hold(key, list(ids), list(pages), state)
             self.touch([key])
         for key in list(self.entries):
-            if sum(state.nbytes for _, _, state in self.entries.values()) > self.limit:
+            if sum(state.data.nbytes for _, _, state in self.entries.values()) > self.limit:
                 self.drop(key)
 
 
 def keyed_prefixes(ids, root, lengths):
-    """(key, tokens) of the prefixes of `ids` that have these lengths, in rising order."""
-    data = np.asarray(ids, "<i4").tobytes()
-    digest, at = hashlib.sha256(root.encode()), 0
+    """(key, length) of the prefixes of `ids` that have these lengths, which rise."""
+    data, at = np.asarray(ids, "<i4"), 0
+    digest = hashlib.sha256(hashlib.sha256(root.encode()).digest())  # no root looks like tokens
     for length in lengths:
         if 0 < length <= len(ids):
-            digest.update(data[at:4 * length])
-            at = 4 * length
-            yield digest.digest(), data[:at]
-
-
-def keyed_pages(ids, root):
-    """(key, tokens) of each page that `ids` fill."""
-    key, data = root.encode(), np.asarray(ids, "<i4").tobytes()
-    for at in range(0, len(data) - 4 * PAGE + 1, 4 * PAGE):
-        tokens = data[at:at + 4 * PAGE]
-        key = hashlib.sha256(key + tokens).digest()
-        yield key, tokens
+            digest.update(data[at:length])
+            at = length
+            yield digest.digest(), length
 
 
 def common_prefix(a, b):

@@ -37,7 +37,7 @@ import receipts
 import spec
 from errors import LeoneError, ModelError, DeviceError, Overloaded, RequestError
 from kv import PAGE, Batch, PagePool, PrefixCache, Snapshot, SnapshotCache, common_prefix
-from sampling import ROW, Sampling
+from sampling import ROW, Sampling, check_number
 from sessions import Sessions
 from tokenizer import Tokenizer
 
@@ -151,7 +151,7 @@ class Engine:
                   "draft_length": (draft_length, spec.MAX_DRAFT)}
         for name, (value, most) in limits.items():
             if value is not None:
-                check_integer(value, 1, most, name)
+                check_number(value, int, 1, most, name)
         self.gguf = gguf_file.GGUF(path)
         self.model_hash = receipts.ModelHash(self.gguf.paths)
         self.tokenizer = Tokenizer(self.gguf.metadata)
@@ -271,7 +271,7 @@ class Engine:
         longest = min(self.page_table.shape[1] * PAGE, self.cfg.n_ctx)
         if max_tokens is None:
             max_tokens = max(1, longest - len(ids))
-        check_integer(max_tokens, 1, 1 << 31, "max_tokens")
+        check_number(max_tokens, int, 1, 1 << 31, "max_tokens")
         length = len(ids) + max_tokens
         if length > longest:
             raise RequestError(
@@ -279,7 +279,7 @@ class Engine:
                 " shorten the prompt or ask for fewer tokens", code="context_length_exceeded")
         if speculation is None or isinstance(speculation, bool):
             speculation = 0 if speculation is False else spec.MAX_DRAFT
-        check_integer(speculation, 0, spec.MAX_DRAFT, "speculation")
+        check_number(speculation, int, 0, spec.MAX_DRAFT, "speculation")
         request = Request(ids, sampling.seeded(), max_tokens,
                           self.tokenizer.stream(special=shown, after=ids[-1]), ignore_eos,
                           session, choice, salt, top_logprobs, rope_set=self.rope_set(length),
@@ -789,12 +789,6 @@ def split_at_stop(text, stops, last):
         held = max((n for stop in stops for n in range(1, len(stop)) if text.endswith(stop[:n])),
                    default=0)
     return text[:len(text) - held], text[len(text) - held:], False
-
-
-def check_integer(value, low, high, name):
-    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-        raise RequestError(f"{name} is {value!r}; it must be an integer from {low} to {high}",
-                           param=name)
 
 
 def open_backend(name):

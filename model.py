@@ -13,7 +13,7 @@ import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
-from gguf_file import MAX_POSITION, REQUIRED, Strings, Tensor, can_dequantise
+from gguf_file import MAX_POSITION, REQUIRED, Tensor, can_dequantise
 
 # ---- Config: the numbers of a model --------------------------------------------------------------
 
@@ -45,6 +45,9 @@ UNDERSTOOD = {
     "ssm.": "conv_kernel state_size group_count time_step_rank inner_size",
     "attention.temperature_": "",
 }
+
+# Divisors of the angles: one for all sequences, or one each for short and long ones.
+ROPE_TABLES = ["rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"]
 
 
 def unsupported(gguf):
@@ -107,15 +110,14 @@ class Config:
     def from_gguf(cls, gguf):
         """Read and check the metadata. Raises ModelError, also for a family that does not run."""
         problem = unsupported(gguf)
-        if problem:
-            gguf.fail(problem)
+        gguf.require(not problem, problem)
         family = gguf.value("general.architecture", str)
         key, kind = f"{family}.", FAMILIES[family]
-        for group, names in UNDERSTOOD.items():
-            for name in gguf.metadata:
-                if name.startswith(key + group) and (
-                        name.removeprefix(key + group) not in names.split()):
-                    gguf.fail(f"the key {name!r} is not understood; the model would answer wrongly")
+        for name in gguf.metadata:
+            for group, names in UNDERSTOOD.items():
+                understood = name.removeprefix(key + group) in names.split()
+                gguf.require(understood or not name.startswith(key + group), f"the key {name!r} is "
+                             "not understood; the model would answer wrongly")
         n_mtp = gguf.size(key + "nextn_predict_layers", 0, most=1, least=0)
         n_layers = gguf.size(key + "block_count", least=1 + n_mtp) - n_mtp
         n_embd = gguf.size(key + "embedding_length")
@@ -170,8 +172,8 @@ def read_heads(gguf, key, latent, n_embd):
     """The fields of Config that say how large the heads of attention are."""
     n_heads = gguf.size(key + "attention.head_count")
     n_kv_heads = gguf.size(key + "attention.head_count_kv", n_heads)
-    if n_heads % n_kv_heads:
-        gguf.fail(f"{n_heads} query heads cannot be shared out over {n_kv_heads} KV heads")
+    gguf.require(n_heads % n_kv_heads == 0,
+                 f"{n_heads} query heads cannot be shared out over {n_kv_heads} KV heads")
     head_dim = key_dim = gguf.size(key + "attention.key_length", n_embd // n_heads)
     value_dim = out_dim = gguf.size(key + "attention.value_length", n_embd // n_heads)
     rope_dim = gguf.size(key + "rope.dimension_count", REQUIRED if latent else head_dim)
@@ -179,15 +181,15 @@ def read_heads(gguf, key, latent, n_embd):
         value_dim = gguf.size(key + "attention.kv_lora_rank")
         head_dim, n_kv_heads = value_dim + rope_dim, 1
         if key + "attention.key_length_mla" in gguf.metadata:
-            if (key_dim, out_dim) != (head_dim, value_dim):
-                gguf.fail(f"latent heads of {key_dim} and {out_dim} values do not fit a rank "
-                          f"of {value_dim} and {rope_dim} rotated values")
+            gguf.require((key_dim, out_dim) == (head_dim, value_dim),
+                         f"latent heads of {key_dim} and {out_dim} values do not fit a rank of "
+                         f"{value_dim} and {rope_dim} rotated values")
             key_dim = gguf.size(key + "attention.key_length_mla")
             out_dim = gguf.size(key + "attention.value_length_mla")
-    elif value_dim != head_dim:
-        gguf.fail("heads of K and V with different sizes are not supported")
-    if rope_dim > key_dim - latent or rope_dim % 2:
-        gguf.fail(f"cannot rotate {rope_dim} of the {key_dim} values of a head")
+    gguf.require(latent or value_dim == head_dim,
+                 "heads of K and V with different sizes are not supported")
+    gguf.require(rope_dim <= key_dim - latent and rope_dim % 2 == 0,
+                 f"cannot rotate {rope_dim} of the {key_dim} values of a head")
     return dict(n_heads=n_heads, n_kv_heads=n_kv_heads, head_dim=head_dim, value_dim=value_dim,
                 key_dim=key_dim, out_dim=out_dim, rope_dim=rope_dim, latent=latent,
                 q_rank=gguf.size(key + "attention.q_lora_rank", 0, least=0))
@@ -206,9 +208,10 @@ def read_experts(gguf, key, normed, n_layers):
     groups_used = gguf.size(key + "expert_group_used_count", groups, most=groups)
     sigmoid = gguf.size(key + "expert_gating_func", 1, most=2) == 2
     in_group = n_experts // groups  # two at least where their sum tells how good a group is
-    if n_experts % groups or used > groups_used * in_group or groups > 1 and in_group <= sigmoid:
-        gguf.fail(f"{n_experts} experts, {used} for a token, cannot be shared out over {groups} "
-                  f"groups, {groups_used} for a token")
+    gguf.require(n_experts % groups == 0 and used <= groups_used * in_group
+                 and (groups == 1 or in_group > sigmoid),
+                 f"{n_experts} experts, {used} for a token, cannot be shared out over {groups} "
+                 f"groups, {groups_used} for a token")
     scaled = gguf.value(key + "expert_weights_scale", float, 0.0)
     return dict(
         n_experts=n_experts, n_experts_used=used, n_ff_experts=n_ff,
@@ -224,16 +227,16 @@ def read_delta(gguf, key, n_layers, n_mtp):
     """The fields of Config about gated delta nets."""
     dim, k_heads = gguf.size(key + "ssm.state_size"), gguf.size(key + "ssm.group_count")
     v_heads, inner = gguf.size(key + "ssm.time_step_rank"), gguf.size(key + "ssm.inner_size")
-    if v_heads % k_heads or inner != v_heads * dim:
-        gguf.fail(f"{v_heads} value heads of {dim} values in a gated delta net do not fit "
-                  f"{k_heads} key heads and {inner} values in all")
+    gguf.require(v_heads % k_heads == 0 and inner == v_heads * dim,
+                 f"{v_heads} value heads of {dim} values in a gated delta net do not fit "
+                 f"{k_heads} key heads and {inner} values in all")
     interval = gguf.size(key + "full_attention_interval", 4)
-    recurrent = gguf.value(key + "attention.recurrent_layers", np.ndarray, None)
-    if recurrent is None:
-        recurrent = [(i + 1) % interval != 0 for i in range(n_layers)] + [False] * n_mtp
-    if len(recurrent) != n_layers + n_mtp or any(recurrent[n_layers:]) or all(recurrent):
-        gguf.fail(f"attention.recurrent_layers must say for each of {n_layers + n_mtp} layers "
-                  "whether it is recurrent; not all can be, and a draft head is not")
+    by_interval = [(i + 1) % interval != 0 for i in range(n_layers)] + [False] * n_mtp
+    recurrent = gguf.value(key + "attention.recurrent_layers", np.ndarray, by_interval)
+    count = len(by_interval)
+    gguf.require(len(recurrent) == count and not any(recurrent[n_layers:]) and not all(recurrent),
+                 f"attention.recurrent_layers must say for each of {count} layers whether it is "
+                 "recurrent; not all can be, and a draft head is not")
     return dict(conv_width=gguf.size(key + "ssm.conv_kernel"), delta_dim=dim, delta_k_heads=k_heads,
                 delta_v_heads=v_heads, recurrent=tuple(map(bool, recurrent[:n_layers])))
 
@@ -243,11 +246,9 @@ def read_vocabulary(gguf, n_embd):
     table = gguf.tensors.get("token_embd.weight")
     n_vocab = table.shape[0] if table else 0
     gguf.tensor("token_embd.weight", (n_vocab, n_embd))
-    n_tokens = n_vocab
-    if "tokenizer.ggml.tokens" in gguf.metadata:
-        n_tokens = len(gguf.value("tokenizer.ggml.tokens", Strings))
-    if not 0 < n_tokens <= n_vocab:
-        gguf.fail(f"the tokenizer has {n_tokens} tokens, but the token table has {n_vocab} rows")
+    n_tokens = len(gguf.value("tokenizer.ggml.tokens", list, range(n_vocab)))
+    gguf.require(0 < n_tokens <= n_vocab, f"the tokenizer has {n_tokens} tokens, but the token "
+                 f"table has {n_vocab} rows")
     return n_vocab, n_tokens
 
 
@@ -260,28 +261,23 @@ def read_rope(gguf, key, rope_dim, n_ctx, latent):
     """
     scaling = key + "rope.scaling."
     kind = gguf.value(scaling + "type", str, "linear")  # linear with factor 1 changes nothing
-    if kind not in ("none", "linear", "yarn", "longrope"):
-        gguf.fail(f"RoPE scaling {kind[:40]!r} is not supported; "
-                  "supported: none, linear, yarn, longrope")
+    gguf.require(kind in ("none", "linear", "yarn", "longrope"), f"RoPE scaling {kind[:40]!r} is "
+                 "not supported; supported: none, linear, yarn, longrope")
     factor = gguf.real(scaling + "factor", REQUIRED if kind == "yarn" else 1.0)
     original = gguf.size(scaling + "original_context_length", n_ctx, most=MAX_POSITION)
     magnitude, sharpness = gguf.real(scaling + "attn_factor", 1.0), 1.0
 
     base = gguf.real(key + "rope.freq_base", 10000.0)
     angles = base ** (-np.arange(0, rope_dim, 2) / rope_dim)
-    tables = [name for name in ("rope_factors_short.weight", "rope_factors_long.weight",
-                                "rope_freqs.weight") if name in gguf.tensors]
-    if len(tables) == 2 and tables[1] == "rope_factors_long.weight":
-        long_from = original
-    elif tables in ([], ["rope_freqs.weight"]):
-        long_from = 0
-    else:
-        gguf.fail(f"RoPE tables {', '.join(tables)}: expected short and long ones, or rope_freqs")
-    if kind == "longrope" and not long_from:
-        gguf.fail("RoPE scaling 'longrope' needs the tensors rope_factors_short and _long")
+    tables = [name for name in ROPE_TABLES if name in gguf.tensors]
+    gguf.require(tables in ([], ROPE_TABLES[:1], ROPE_TABLES[1:]), "RoPE tables "
+                 f"{', '.join(tables)}: expected short and long ones, or rope_freqs")
+    long_from = original if len(tables) == 2 else 0
+    gguf.require(long_from or kind != "longrope",
+                 "RoPE scaling 'longrope' needs the tensors rope_factors_short and _long")
     divisors = [gguf.vector(name, rope_dim // 2).astype(np.float64) for name in tables]
-    if any((divisor <= 0).any() for divisor in divisors):
-        gguf.fail(f"RoPE tables {', '.join(tables)} must hold positive numbers only")
+    gguf.require(all((divisor > 0).all() for divisor in divisors),
+                 f"RoPE tables {', '.join(tables)} must hold positive numbers only")
     sets = [angles / divisor for divisor in divisors] or [angles]
 
     if kind == "linear":
@@ -291,9 +287,9 @@ def read_rope(gguf, key, rope_dim, n_ctx, latent):
         sets = [angles * (blend / factor + 1 - blend) for angles in sets]
         growth = math.log(max(factor, 1))
         multiplier = gguf.value(scaling + "yarn_log_multiplier", float, 0.0)
-        if not 0 <= multiplier < 100 or multiplier and not latent:
-            gguf.fail(f"the key '{scaling}yarn_log_multiplier' is {multiplier}; only latent "
-                      "attention knows one, from 0 to 100")
+        gguf.require(0 <= multiplier < 100 and (latent or not multiplier),
+                     f"the key '{scaling}yarn_log_multiplier' is {multiplier}; only latent "
+                     "attention knows one, from 0 to 100")
         if multiplier:
             sharpness = (multiplier * growth + 1) ** 2  # a factor of Q and one of K
         else:
@@ -310,8 +306,7 @@ def yarn_blend(gguf, scaling, rope_dim, base, original):
     def pair_that_turns(times):
         return rope_dim * math.log(original / (2 * math.pi * times)) / (2 * math.log(base))
 
-    if base <= 1:
-        gguf.fail(f"YaRN needs a RoPE base above 1, not {base}")
+    gguf.require(base > 1, f"YaRN needs a RoPE base above 1, not {base}")
     low = max(0, math.floor(pair_that_turns(gguf.real(scaling + "yarn_beta_fast", 32.0))))
     high = min(rope_dim - 1, math.ceil(pair_that_turns(gguf.real(scaling + "yarn_beta_slow", 1.0))))
     return np.clip((np.arange(rope_dim // 2) - low) / max(0.001, high - low), 0, 1)
@@ -406,13 +401,9 @@ class Weights:
         return round(sum(share * math.prod(tensor.shape) for tensor, share in self.reads))
 
 
-# Tensors that no op reads, and why.
-IGNORED = {
-    "rope_freqs.weight": "is in Config.rope_sets",
-    "rope_factors_short.weight": "is in Config.rope_sets",
-    "rope_factors_long.weight": "is in Config.rope_sets",
-    "attn_rot_embd.weight": "angles that old converters wrote for each layer; Config computes them",
-}
+# Tensors that no op reads: what they hold is in Config.rope_sets. Old converters wrote the last one
+# for each layer.
+IGNORED = *ROPE_TABLES, "attn_rot_embd.weight"
 
 
 class Binder:
@@ -450,9 +441,9 @@ class Binder:
         found = [self.gguf.tensor(f"{self.block}{name}.weight", (*count, n, cols))
                  for name, n in rows.items()]
         for tensor in found:
-            if not can_dequantise(tensor.type):
-                self.gguf.fail(f"tensor {tensor.name!r} is of type {tensor.type.name}, "
-                               "which cannot hold weights; convert the model again")
+            self.gguf.require(can_dequantise(tensor.type),
+                              f"tensor {tensor.name!r} is of type {tensor.type.name}, which cannot "
+                              "hold weights; convert the model again")
             self.take(tensor)
         return found
 
@@ -562,9 +553,9 @@ class Binder:
         own = lambda name, default: (self.matrix({name: cfg.n_vocab}, cfg.n_embd)
                                      if self.has(f"{name}.weight") else default)
         both, = self.weights({"nextn.eh_proj": cfg.n_embd}, 2 * cfg.n_embd)
-        if cfg.n_embd % GGML_QUANT_SIZES[both.type][0]:
-            self.gguf.fail(f"tensor {both.name!r} cannot be split in the middle of a block of "
-                           f"{both.type.name}; convert the model to F16")
+        self.gguf.require(cfg.n_embd % GGML_QUANT_SIZES[both.type][0] == 0,
+                          f"tensor {both.name!r} cannot be split in the middle of a block of "
+                          f"{both.type.name}; convert the model to F16")
         halves = both.data.reshape(cfg.n_embd, 2, -1).swapaxes(0, 1).reshape(2, -1)
         projections = [self.stack([Tensor(f"{both.name}[{i}]", both.type, (cfg.n_embd,) * 2, half)])
                        for i, half in enumerate(halves)]
@@ -600,9 +591,9 @@ def load(gguf, ops, progress=None):
     layers = [binder.layer(index) for index in range(cfg.n_layers)]
     reads = list(binder.reads)
     mtp = binder.mtp(embed, output) if cfg.n_mtp else None
-    if binder.unbound:
-        gguf.fail(f"tensor {min(binder.unbound)!r} ({len(binder.unbound)} in all) has no place "
-                  "in this family; without it the model would answer wrongly")
+    first = min(binder.unbound, default=None)
+    gguf.require(first is None, f"tensor {first!r} ({len(binder.unbound)} in all) has no place in "
+                 "this family; without it the model would answer wrongly")
     return cfg, Weights(embed, layers, output_norm, output, mtp, reads)
 
 

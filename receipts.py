@@ -24,7 +24,7 @@ import threading
 import time
 from pathlib import Path
 
-from errors import RequestError
+from errors import RequestError, require
 
 SCHEMA_VERSION = 1
 
@@ -40,9 +40,9 @@ def load_key(path, create=True):
     if create and not path.exists():
         create_key(path)
     info = path.stat()
-    if not path.is_file() or info.st_mode & 0o077 or not 32 <= info.st_size <= 4096:
-        raise RequestError(f"key file {path} has mode {info.st_mode & 0o777:o} and {info.st_size} "
-                           "bytes; it must be a file of mode 600 with 32 to 4096 bytes")
+    require(path.is_file() and not info.st_mode & 0o077 and 32 <= info.st_size <= 4096,
+            f"key file {path} has mode {info.st_mode & 0o777:o} and {info.st_size} bytes; it must "
+            "be a file of mode 600 with 32 to 4096 bytes")
     return path.read_bytes()
 
 
@@ -94,18 +94,17 @@ def verify(key, receipt):
     """Raise RequestError unless the receipt, a dict, was made with `key` and is unchanged."""
     fields = dict(receipt)
     given = str(fields.pop("hmac", "")).encode("utf-8", "replace")
-    if not hmac.compare_digest(signature(key, fields).encode(), given):
-        raise RequestError("the receipt was changed, or made with another key")
-    if fields.get("schema_version") != SCHEMA_VERSION:
-        raise RequestError(f"the receipt is of another version than {SCHEMA_VERSION}; "
-                           "take a newer Leone")
+    require(hmac.compare_digest(signature(key, fields).encode(), given),
+            "the receipt was changed, or made with another key")
+    require(fields.get("schema_version") == SCHEMA_VERSION,
+            f"the receipt is of another version than {SCHEMA_VERSION}; take a newer Leone")
 
 
 def check_tokens(receipt, prompt, output):
     """Raise RequestError unless the receipt is about these token ids (None: not known)."""
     for what, ids in ("prompt", prompt), ("output", output):
-        if ids is not None and hash_tokens(ids) != receipt.get(f"{what}_tokens_sha256"):
-            raise RequestError(f"the {what} token ids are not those of the receipt")
+        require(ids is None or hash_tokens(ids) == receipt.get(f"{what}_tokens_sha256"),
+                f"the {what} token ids are not those of the receipt")
 
 
 def signature(key, fields):
@@ -151,10 +150,8 @@ class ModelHash:
     def result(self):
         """The hash in hex; waits for it. Raises RequestError if there are other files by now."""
         self.compute()
-        if self.sha256 is None:
-            raise RequestError("the model file has changed or gone since it was loaded, so nothing "
-                               "can be said of it; restart with the file in place", status=503,
-                               code="model_changed")
+        require(self.sha256, "the model file has changed or gone since it was loaded, so nothing "
+                "can be said of it; restart with the file in place", 503, "model_changed")
         return self.sha256
 
 
@@ -211,7 +208,7 @@ def read(path):
 def unique(pairs):
     """A JSON object, in which no name may occur twice: readers differ in which one they take."""
     if len(dict(pairs)) < len(pairs):
-        raise ValueError
+        raise ValueError("an object has a name twice")
     return dict(pairs)
 
 

@@ -145,7 +145,7 @@ class Sampling:
 def check_number(value, kind, low, high, param, what=None):
     # NaN fails the comparison; True is an Integral to Python but not to a caller.
     if isinstance(value, bool) or not isinstance(value, kind) or not low <= value <= high:
-        noun = "an integer" if kind is Integral else "a number"
+        noun = "a number" if kind is Real else "an integer"
         raise RequestError(f"{what or param} must be {noun} from {low} to {high}", param=param)
 
 

@@ -37,8 +37,7 @@ import chat
 import cli
 import receipts
 from api import Choice, Order, encode, error_object, parse_json
-from chat import require
-from errors import LeoneError, Overloaded, RequestError
+from errors import LeoneError, Overloaded, RequestError, require
 from leone import VERSION
 
 BODY_LIMIT = 16 << 20  # bytes

@@ -11,8 +11,8 @@ A file of the store, NAME.kv, integers little-endian:
     bytes 12-15  bytes of the header
     then         the header: JSON, padded with spaces so that the first blob is aligned; key (what
                  must be equal for the bits to be valid here), root, tokens, committed (how many of
-                 them are in the recurrent state), answers, and for each blob its name, bytes and
-                 SHA-256
+                 them are in the recurrent state), answers, and blobs, in their order:
+                 name -> [bytes, SHA-256]
     then         SHA-256 of all bytes before it
     then         the blobs, each padded with zeros to a multiple of ALIGNMENT and hashed with that:
                  kv, the pages as the backend keeps them, and state, for models that have one
@@ -32,7 +32,7 @@ from pathlib import Path
 
 import numpy as np
 
-from errors import RequestError
+from errors import RequestError, require
 from kv import PAGE, Snapshot
 
 MAGIC, VERSION = b"LEONE KV", 1
@@ -54,6 +54,13 @@ class Session:
     used: float = field(default_factory=time.time)  # seconds since 1970
     filed: int | None = None  # tokens in its file
     changed: bool = True  # since the file was written
+
+    def begin_turn(self, request):
+        """Let `request` be the one that uses the session. RequestError while another one does."""
+        require(self.request is None,
+                f'session "{self.name}" is answering another request; wait for its end, or fork it',
+                409, "session_busy", "session")
+        self.request = request
 
     def take(self):
         """(tokens, pages, state), which are the caller's now."""
@@ -87,10 +94,7 @@ class Sessions:
     def claim(self, name, request):
         """Let `request` be the session's next turn. Raises RequestError if it has one already."""
         check_name(name)
-        session = self.known.setdefault(name, Session(name))
-        if session.request is not None:
-            raise busy(name)
-        session.request = request
+        self.known.setdefault(name, Session(name)).begin_turn(request)
 
     def open(self, name):
         """The session with its pages in memory, or None while there is no room for them."""
@@ -98,11 +102,10 @@ class Sessions:
         if session.filed is not None and not session.tokens:
             header, at = self.read_header(session)
             count = -(-len(header["tokens"]) // PAGE)
-            if count > self.engine.pool.n_pages:
-                raise RequestError(
+            require(count <= self.engine.pool.n_pages,
                     f"session {name} needs {count} pages of KV cache, and there are "
                     f"{self.engine.pool.n_pages}; delete it, or start with a larger --ctx",
-                    status=409, code="session_too_large", param="session")
+                    409, "session_too_large", "session")
             if not self.engine.make_room(count):
                 return None
             self.restore(session, header, at)
@@ -193,12 +196,9 @@ class Sessions:
         check_name(name)
         with self.engine.lock:
             session = self.known.get(name)
-            if session is None:
-                raise RequestError(f'there is no session "{name}"; GET /v1/sessions lists them',
-                                   status=404, code="session_not_found", param="session")
-            if session.request is not None:
-                raise busy(name)
-            session.request = self
+            require(session, f'there is no session "{name}"; GET /v1/sessions lists them', 404,
+                    "session_not_found", "session")
+            session.begin_turn(self)
         try:
             yield session
         finally:
@@ -213,9 +213,8 @@ class Sessions:
             copy = Session(new_name, source.tokens, list(source.pages), source.state, source.root,
                            dict(self.answers(name)))
             with self.engine.lock:
-                if new_name in self.known:
-                    raise RequestError(f'there is a session "{new_name}" already; delete it first '
-                                       "or choose another name", status=409, code="session_exists")
+                require(new_name not in self.known, f'there is a session "{new_name}" already; '
+                        "delete it first or choose another name", 409, "session_exists")
                 self.known[new_name] = copy
             self.engine.pool.share(copy.pages)
 
@@ -235,8 +234,7 @@ class Sessions:
     def hibernate(self, name):
         """Write an idle session to the store and free its pages. Raises RequestError."""
         with self.changing(name) as session:
-            if self.folder is None:
-                raise RequestError("there is no session store; start with --session-store")
+            require(self.folder, "there is no session store; start with --session-store")
             self.store(session)
             self.engine.pool.give(session.take()[1])
 
@@ -261,10 +259,9 @@ class Sessions:
         padded = {name: data.ljust(aligned(len(data)), b"\0") for name, data in blobs.items()}
         header = {"key": self.key(), "root": session.root, "tokens": session.tokens,
                   "committed": session.state.committed if session.state else 0,
-                  "answers": dict(self.answers(session.name)), "blobs": [
-                      {"name": name, "bytes": len(blobs[name]),
-                       "sha256": hashlib.sha256(data).hexdigest()}
-                      for name, data in padded.items()]}
+                  "answers": dict(self.answers(session.name)),
+                  "blobs": {name: [len(blobs[name]), hashlib.sha256(data).hexdigest()]
+                            for name, data in padded.items()}}
         text = json.dumps(header).encode()
         text += b" " * (-(len(text) + 48) % ALIGNMENT)
         head = MAGIC + np.array([VERSION, len(text)], "<u4").tobytes() + text
@@ -289,44 +286,44 @@ class Sessions:
                                "the session store", 507, "session_store") from None
         session.filed, session.changed = len(session.tokens), False
 
-    def read_header(self, session):
-        """(header, place of the first blob) of the session's file. Raises RequestError."""
+    @contextlib.contextmanager
+    def opened(self, session):
+        """The session's file for reading; what goes wrong meanwhile means that it is damaged."""
         try:
             with open(self.path(session), "rb") as file:
-                head = file.read(16)
-                version, length = np.frombuffer(head[8:16], "<u4").tolist()
-                if head[:8] != MAGIC or length > LARGEST_HEADER:
-                    raise ValueError
-                head += file.read(length)
-                if hashlib.sha256(head).digest() != file.read(32):
-                    raise ValueError
-                header = json.loads(head[16:]) if version == VERSION else {"key": {}, "blobs": []}
-                size = 48 + length + sum(aligned(blob["bytes"]) for blob in header["blobs"])
-                if version == VERSION and size != os.fstat(file.fileno()).st_size:
-                    raise ValueError
+                yield file
         except (OSError, ValueError, LookupError, TypeError):
-            raise damaged(session.name) from None
+            raise RequestError(f"the file of session {session.name} is damaged; delete the session "
+                               "to start again", 409, "session_damaged", "session") from None
+
+    def read_header(self, session):
+        """(header, place of the first blob) of the session's file. Raises RequestError."""
+        with self.opened(session) as file:
+            head = file.read(16)
+            version, length = np.frombuffer(head[8:16], "<u4").tolist()
+            head += file.read(min(length, LARGEST_HEADER))
+            if head[:8] != MAGIC or hashlib.sha256(head).digest() != file.read(32):
+                raise ValueError
+            header = json.loads(head[16:]) if version == VERSION else {"key": {}}
         for name, value in self.key().items():
-            if header["key"].get(name) != value:
-                raise RequestError(
-                    f"the file of session {session.name} was made with another {name}: "
-                    f"{header['key'].get(name)}, here {value}; delete the session to start again",
-                    status=409, code="session_foreign", param="session")
-        return header, 48 + length
+            found = header["key"].get(name)
+            require(found == value, f"the file of session {session.name} was made with another "
+                    f"{name}: {found}, here {value}; delete the session to start again",
+                    409, "session_foreign", "session")
+        return header, len(head) + 32
 
     def restore(self, session, header, at):
         """Bring tokens and KV back into memory, where there is room. Raises RequestError."""
         blobs = {}
-        try:
-            with open(self.path(session), "rb") as file:
-                file.seek(at)
-                for blob in header["blobs"]:
-                    data = file.read(aligned(blob["bytes"]))
-                    if hashlib.sha256(data).hexdigest() != blob["sha256"]:
-                        raise damaged(session.name)
-                    blobs[blob["name"]] = data[:blob["bytes"]]
-        except OSError:
-            raise damaged(session.name) from None
+        with self.opened(session) as file:
+            file.seek(at)
+            for name, (size, digest) in header["blobs"].items():
+                data = file.read(aligned(size))
+                if hashlib.sha256(data).hexdigest() != digest:
+                    raise ValueError
+                blobs[name] = data[:size]
+            if file.read(1):
+                raise ValueError
         engine, session.tokens, session.root = self.engine, header["tokens"], header["root"]
         session.answers = session.answers or header["answers"]
         session.pages, session.changed = engine.pool.take(-(-len(session.tokens) // PAGE)), False
@@ -340,16 +337,5 @@ def aligned(n_bytes):
 
 
 def check_name(name):
-    if not isinstance(name, str) or not NAME.fullmatch(name):
-        raise RequestError("a session name has 1 to 64 letters, digits, dots, - or _, and does not "
-                           "begin with a dot", param="session")
-
-
-def busy(name):
-    return RequestError(f'session "{name}" is answering another request; wait for its end, or fork '
-                        "it", status=409, code="session_busy", param="session")
-
-
-def damaged(name):
-    return RequestError(f"the file of session {name} is damaged; delete the session to start again",
-                        status=409, code="session_damaged", param="session")
+    require(isinstance(name, str) and NAME.fullmatch(name), "a session name has 1 to 64 letters, "
+            "digits, dots, - or _, and does not begin with a dot", param="session")

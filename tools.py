@@ -11,7 +11,7 @@ import gguf_file
 import model
 import receipts
 import spec
-from errors import DeviceError, ModelError, RequestError
+from errors import DeviceError, ModelError, RequestError, require
 from kv import PAGE, Batch, common_prefix
 from leone import PENDING, Engine
 from sampling import Sampling
@@ -126,28 +126,20 @@ def examine(path):
             raise
         tokenizer = {"problem": str(error)}
     return {
-        "path": str(gguf.path),
-        "files": len(gguf.paths),
+        "path": str(gguf.path), "files": len(gguf.paths),
         "file_bytes": sum(part.stat().st_size for part in gguf.paths),
-        "name": gguf.value("general.name", str, None),
-        "architecture": family,
-        "supported": problem is None,
-        "problem": problem,
+        "name": gguf.value("general.name", str, None), "architecture": family,
+        "supported": problem is None, "problem": problem,
         "parameters": sum(math.prod(tensor.shape) for tensor in gguf.tensors.values()),
         "active_parameters": weights.active_parameters if cfg and cfg.n_experts else None,
-        "state_bytes": cfg and cfg.state_bytes(PENDING),
         "layers": gguf.value(f"{family}.block_count", int, None),
         "context": gguf.value(f"{family}.context_length", int, None),
-        "formats": formats,
-        "cuda_problem": cuda_problem(cfg),
+        "state_bytes": cfg and cfg.state_bytes(PENDING), "formats": formats,
+        "cuda_problem": cfg and device.attention_problem(cfg, "f16"),
         "kv": describe_kv(cfg, on_card, sum(entry["gpu_bytes"] for entry in formats)),
-        "gpu": on_card,
-        "gpu_problem": None if on_card else card,
-        "cubin": device.cubin_state(),
-        "tokenizer": tokenizer,
-        "chat_template": gguf.value("tokenizer.chat_template", str, None) is not None,
-        "notes": notes(gguf, family, cfg),
-    }
+        "gpu": on_card, "gpu_problem": None if on_card else card, "cubin": device.cubin_state(),
+        "tokenizer": tokenizer, "notes": notes(gguf, family, cfg),
+        "chat_template": gguf.value("tokenizer.chat_template", str, None) is not None}
 
 
 def count_formats(tensors):
@@ -170,11 +162,6 @@ def count_formats(tensors):
     return sorted(formats.values(), key=lambda entry: -entry["bytes"])
 
 
-def cuda_problem(cfg, kv_format="f16"):
-    """Why the CUDA kernels have no attention for this model, or None."""
-    return cfg and device.attention_problem(cfg, kv_format)
-
-
 def describe_kv(cfg, card, weight_bytes):
     """For each KV format: bytes per token, of a whole context, and of all that one sequence with
     such a context needs on a card; tokens of one sequence that fit on the present one."""
@@ -184,7 +171,7 @@ def describe_kv(cfg, card, weight_bytes):
     room = max(0, card["free_bytes"] - held) if card else 0
     for kv_format in KV_FORMATS:
         per_token = cfg.kv_bytes_per_token(kv_format)
-        on_cuda = card and not cuda_problem(cfg, kv_format)
+        on_cuda = card and not device.attention_problem(cfg, kv_format)
         described[kv_format] = {
             "bytes_per_token": per_token, "context_bytes": per_token * cfg.n_ctx,
             "needs_bytes": held + per_token * cfg.n_ctx,
@@ -255,10 +242,9 @@ def bench(engine, rows, profile=False, as_json=False, synthetic=None):
     """
     rng = np.random.default_rng(7)
     new, repeats, prefills = QUICK if engine.ops.name == "cpu" else THOROUGH
-    if max(rows) * engine.pages_for(range(PROMPT), new) > engine.pool.n_pages:
-        raise RequestError(f"{max(rows)} sequences of {PROMPT + new} tokens do not fit at once in "
-                           f"{engine.pool.n_pages * PAGE} tokens of KV cache; use fewer --rows or "
-                           "a larger --ctx")
+    require(max(rows) * engine.pages_for(range(PROMPT), new) <= engine.pool.n_pages,
+            f"{max(rows)} sequences of {PROMPT + new} tokens do not fit at once in "
+            f"{engine.pool.n_pages * PAGE} tokens of KV cache; use fewer --rows or a larger --ctx")
 
     def run(n, prompt, new):
         """Seconds to the last first token, seconds from there to the end."""
@@ -373,11 +359,12 @@ def profile_ops(engine, rng):
     for rows in (1, min(engine.prefill_chunk, engine.page_table.shape[1] * PAGE)):
         batch, pages = batch_of(engine, rng.integers(0, engine.cfg.n_vocab, rows).tolist(), 1)
         for _ in range(2):  # the first pass warms up
-            timed, found[rows] = TimedOps(engine.ops), {}
+            mark, found[rows] = engine.ops.mark, {}
+            timed = WatchedOps(engine.ops, mark, lambda _: mark())
             engine.ops.run_ahead()
             model.forward(engine.cfg, engine.weights, batch, engine.kv, timed)
             engine.ops.synchronize()
-            for name, before, after in timed.marks:
+            for name, before, after in timed.calls:
                 calls, ms = found[rows].get(name, (0, 0.0))
                 found[rows][name] = calls + 1, ms + engine.ops.milliseconds(before, after)
         engine.pool.give(pages)
@@ -388,27 +375,29 @@ def batch_of(engine, ids, wanted):
     """(uploaded Batch, its pages) of one sequence past the scheduler: the tokens `ids`, of which
     the last `wanted` have logits."""
     count = engine.pages_for(ids, 0)
-    if not engine.make_room(count):
-        raise RequestError(f"{len(ids)} tokens do not fit into the KV cache; give a shorter text")
+    require(engine.make_room(count),
+            f"{len(ids)} tokens do not fit into the KV cache; give a shorter text")
     pages = engine.pool.take(count)
     batch = Batch.of([(0, 0, ids, engine.rope_set(len(ids)), wanted)], np.array([pages], np.int32),
                      engine.tile_tokens)
     return engine.ops.upload_batch(batch), pages
 
 
-class TimedOps:
-    """An op table that marks the beginning and the end of every call of another one."""
+class WatchedOps:
+    """An op table that notes each call of another one: (name, before(), after(what it gave))."""
 
-    def __init__(self, ops):
-        self.ops, self.marks = ops, []
+    def __init__(self, ops, before, after):
+        self.ops, self.before, self.after, self.calls = ops, before, after, []
 
     def __getattr__(self, name):
-        def timed(*args, **options):
-            before = self.ops.mark()
-            result = getattr(self.ops, name)(*args, **options)
-            self.marks.append((name, before, self.ops.mark()))
+        op = getattr(self.ops, name)
+
+        def watched(*args, **options):
+            before, result = self.before(), op(*args, **options)
+            given = args[-1] if result is None else result  # ops without result change h, the last
+            self.calls.append((name, before, self.after(given)))
             return result
-        return timed
+        return watched
 
 
 # ---- perplexity ------------------------------------------------------------------------------
@@ -422,9 +411,8 @@ def perplexity(engine, text, window, as_json=False):
     """
     ids = engine.tokenizer.encode(text, special=False, bos=False)
     count = len(ids) // window if window >= 4 else 0
-    if not count:
-        raise RequestError(f"the text has {len(ids)} tokens, a window {window}; give a longer text "
-                           "or a window of 4 tokens or more with -c")
+    require(count, f"the text has {len(ids)} tokens, a window {window}; give a longer text or a "
+            "window of 4 tokens or more with -c")
     losses = []  # mean of each window
     for index in range(count):
         part = np.array(ids[index * window:(index + 1) * window])
@@ -450,28 +438,24 @@ def perplexity(engine, text, window, as_json=False):
 DIFF_TOLERANCE = {"f32": 1e-2, "f16": 1e-2, "q8": 4e-2}
 
 
-class ShownOps:
-    """An op table that keeps a copy of what each op of another one gave or changed."""
+def buffers_of(engine, text):
+    """[(op, layer or -1, a copy of what it gave, as rows)] of one pass over the prompt."""
+    ids, place = engine.checked_ids(engine.tokenize(text)), {"layer": -1}
 
-    def __init__(self, ops):
-        self.ops, self.layer, self.buffers = ops, -1, []
-
-    def numbered(self, layers):
-        for self.layer, layer in enumerate(layers):
+    def numbered(layers):
+        for place["layer"], layer in enumerate(layers):
             yield layer
-        self.layer = -1
+        place["layer"] = -1
 
-    def __getattr__(self, name):
-        op = getattr(self.ops, name)
+    def copied(value):
+        value = engine.ops.download(getattr(value, "weights", value))  # weights: of experts
+        return value.reshape(len(value), -1).copy()
 
-        def shown(*args, **options):
-            result = op(*args, **options)
-            value = args[-1] if result is None else result  # ops without result change h, the last
-            value = getattr(value, "weights", value)  # of experts
-            value = self.ops.download(value)
-            self.buffers.append((name, self.layer, value.reshape(len(value), -1).copy()))
-            return result
-        return shown
+    batch, _ = batch_of(engine, ids, len(ids))
+    engine.weights.layers = numbered(engine.weights.layers)
+    watched = WatchedOps(engine.ops, lambda: place["layer"], copied)
+    model.forward(engine.cfg, engine.weights, batch, engine.kv, watched)
+    return watched.calls
 
 
 def diff(path, text, kv_format):
@@ -479,11 +463,7 @@ def diff(path, text, kv_format):
     runs, records = [], []
     for backend in "cuda", "cpu":
         with Engine(path, backend, kv_format, max_rows=1) as engine:
-            ids, shown = engine.checked_ids(engine.tokenize(text)), ShownOps(engine.ops)
-            batch, _ = batch_of(engine, ids, len(ids))
-            engine.weights.layers = shown.numbered(engine.weights.layers)
-            model.forward(engine.cfg, engine.weights, batch, engine.kv, shown)
-        runs.append(shown.buffers)
+            runs.append(buffers_of(engine, text))
     for (name, layer, actual), (_, _, expected) in zip(*runs):
         largest = float(np.abs(expected).max())
         error = float(np.abs(actual - expected).max())
@@ -510,9 +490,8 @@ def replay(path, model_path, key_path=None, backend="auto"):
     Raises RequestError if the file, the key or the model is not the one of the receipt.
     """
     receipt, prompt, tokens = receipts.read(path)
-    if prompt is None or tokens is None:
-        raise RequestError(f"{path} holds no token ids: save the server's answer to a request with "
-                           '"receipt": true as it is')
+    require(prompt is not None and tokens is not None, f"{path} holds no token ids: save the "
+            'server\'s answer to a request with "receipt": true as it is')
     if key_path:
         receipts.verify(receipts.load_key(key_path, create=False), receipt)
     receipts.check_tokens(receipt, prompt, None)
@@ -526,14 +505,13 @@ def replay(path, model_path, key_path=None, backend="auto"):
     except (KeyError, TypeError, ValueError, AttributeError):
         raise RequestError("the receipt does not say how its tokens were sampled") from None
     model_hash = receipts.hash_model(gguf_file.GGUF(model_path).paths)
-    if model_hash != receipt.get("model_sha256"):
-        raise RequestError(f"{model_path} is not the model of the receipt, whose SHA-256 is "
-                           f"{receipt.get('model_sha256')}; name that file with -m")
+    require(model_hash == receipt.get("model_sha256"), f"{model_path} is not the model of the "
+            f"receipt, whose SHA-256 is {receipt.get('model_sha256')}; name that file with -m")
     with Engine(model_path, backend, receipt.get("kv_format"), max_rows=1) as engine:
         request = engine.submit(prompt, sampling, **options)
         here = receipts.describe(engine, request, receipt.get("id"), model_hash)
-        if here["rope_set"] != receipt.get("rope_set"):
-            raise RequestError("the receipt names other RoPE factors than its lengths call for")
+        require(here["rope_set"] == receipt.get("rope_set"),
+                "the receipt names other RoPE factors than its lengths call for")
         for name in SURROUNDINGS:
             if here[name] != receipt.get(name):
                 print(f"{name} was {receipt.get(name)} and is {here[name]} here: bits may differ",

@@ -101,7 +101,7 @@ def test_same_as_the_gguf_package(family):
     assert list(ours.metadata) == names
     for name in names:
         expected, found = theirs.fields[name].contents(), ours.metadata[name]
-        if isinstance(found, gguf_file.Strings):
+        if isinstance(found, list):
             assert [text.decode() for text in found] == expected
         elif isinstance(found, np.ndarray):
             assert found.tolist() == expected
@@ -121,11 +121,8 @@ def test_arrays(tmp_path):
                  extra_keys=[c.array("none", c.STRING, 0, b""), c.array("no", c.U8, 0, b""),
                              c.array("flags", c.BOOL, 3, bytes([0, 1, 2]))])
     found = gguf_file.GGUF(path).metadata
-    assert list(found["texts"]) == texts and len(found["texts"]) == 5
-    assert [found["texts"][i] for i in (0, 2, 4, -1, -5)] == [texts[i] for i in (0, 2, 4, -1, -5)]
-    with pytest.raises(IndexError):
-        found["texts"][5]
-    assert list(found["none"]) == [] and found["no"].tolist() == []
+    assert found["texts"] == texts
+    assert found["none"] == [] and found["no"].tolist() == []
     assert found["floats"].tolist() == [0.5, -1.0] and found["ints"].tolist() == [3, -4]
     assert found["flags"].tolist() == [False, True, True]
 
@@ -223,8 +220,8 @@ def test_layers_of_a_hybrid(tmp_path):
     metadata, tensors = c.contents(gguf_file.GGUF(golden("qwen35")))
     for key in ("attention.recurrent_layers", "full_attention_interval"):
         del metadata[f"qwen35.{key}"]
-        again = model.Config.from_gguf(gguf_file.GGUF(write(tmp_path / "a.gguf", metadata, tensors)))
-        assert again == cfg
+        path = write(tmp_path / "a.gguf", metadata, tensors)
+        assert model.Config.from_gguf(gguf_file.GGUF(path)) == cfg
     metadata["qwen35.full_attention_interval"] = 2
     cfg = model.Config.from_gguf(gguf_file.GGUF(write(tmp_path / "b.gguf", metadata, tensors)))
     assert cfg.recurrent == (True, False, True, False)
@@ -408,12 +405,14 @@ def test_bias_follows_the_rows():
 
 def test_fused_and_split_forms_are_the_same_rows(tmp_path):
     metadata, tensors = c.tiny_model()
-    separate = model.load(gguf_file.GGUF(write(tmp_path / "a.gguf", metadata, tensors)), Recorder())[1]
+    load = lambda name: model.load(gguf_file.GGUF(write(tmp_path / name, metadata, tensors)),
+                                   Recorder())[1]
+    separate = load("a.gguf")
     stack = lambda names: np.concatenate([tensors.pop(f"blk.0.{name}.weight") for name in names])
     tensors["blk.0.attn_qkv.weight"] = stack(["attn_q", "attn_k", "attn_v"])
     tensors["blk.0.ffn_up.weight"] = stack(["ffn_gate", "ffn_up"])
     tensors["blk.0.attn_qkv.bias"] = np.arange(64, dtype=np.float32)
-    fused = model.load(gguf_file.GGUF(write(tmp_path / "b.gguf", metadata, tensors)), Recorder())[1]
+    fused = load("b.gguf")
     for part, name in (("mixer", "qkv"), ("ffn", "gate_up")):
         rows = [b"".join(tensor.data.tobytes() for tensor in
                          getattr(getattr(weights.layers[0], part), name)[0])

@@ -73,6 +73,14 @@ def test_common_prefix():
     assert common_prefix([5], [6]) == 0
 
 
+def test_a_salt_that_spells_tokens_finds_nothing():
+    """Pages of the same text end to end, but the tokens of the first one are in the salt."""
+    pool = PagePool(3)
+    cache, ids = PrefixCache(pool), [0x61616161] * (3 * PAGE)
+    cache.add(ids, pool.take(3), "0 ")
+    assert cache.find(ids[PAGE:], "0 " + "aaaa" * PAGE)[0] == []
+
+
 def test_prefix_cache_shares_counts_and_evicts():
     pool = PagePool(6)
     cache = PrefixCache(pool)
@@ -241,8 +249,8 @@ def test_every_flipped_byte_is_found(path, tmp_path):
             with pytest.raises(RequestError) as caught:
                 turn(e, ids + [3], "s")
             assert caught.value.status == 409 and caught.value.code == "session_damaged", at
-        for size in (0, 10, 48, 4096, len(whole) - 1):
-            file.write_bytes(whole[:size])
+        for damaged in *(whole[:size] for size in (0, 10, 48, 4096, len(whole) - 1)), whole + b"\0":
+            file.write_bytes(damaged)
             with pytest.raises(RequestError):
                 turn(e, ids + [3], "s")
         file.write_bytes(whole)
@@ -493,7 +501,7 @@ def test_the_state_cache_has_a_budget():
     with engine(quantised(HYBRID), "cpu", max_rows=4) as e:
         turn(e, random_ids(20))
         [(_, _, state)] = e.prefixes.entries.values()
-        e.prefixes.limit = 3 * state.nbytes
+        e.prefixes.limit = 3 * state.data.nbytes
         prompts = [random_ids(30) for _ in range(5)]
         answers = [turn(e, ids).tokens for ids in prompts]
         assert len(e.prefixes.entries) == 3

@@ -171,7 +171,7 @@ def count_formats(tensors):
 
 def cuda_problem(cfg, kv_format="f16"):
     """Why the CUDA kernels have no attention for this model, or None."""
-    return cfg and device.attention_problem(cfg, kv_format)
+    return cfg and device.model_problem(cfg, kv_format)
 
 
 def describe_kv(cfg, card, weight_bytes):

@@ -1,8 +1,8 @@
 """The CUDA backend: driver, memory with counters, launches, graphs, and the ops of kernels.cu.
 
-An op's result lives in a fixed scratch buffer until the same op is called again, so a step
-allocates nothing and can be captured into a graph. Shapes are (rows, columns). All work goes to
-one stream, in order.
+An op's result lives in a fixed scratch buffer until the same op is called again (`linear`: with
+weights of the same role), so a step allocates nothing and can be captured into a graph. Shapes are
+(rows, columns). All work goes to one stream, in order.
 """
 import contextlib
 import ctypes
@@ -18,7 +18,7 @@ import numpy as np
 from gguf import quants
 
 from errors import DeviceError
-from kv import PAGE, Batch
+from kv import PAGE, Batch, state_layout
 
 try:
     from cuda.bindings import driver
@@ -53,15 +53,23 @@ def hint(status):
     return "See `leone.py doctor` for the state of driver and card."
 
 
-def probe():
-    """Facts about the first card as a dict, or one line that says why there is none."""
+def first_card():
+    """Raises DeviceError: why there is none."""
     if driver is None:
-        return DRIVER_MISSING
+        raise DeviceError(DRIVER_MISSING)
     try:
         call("cuInit", 0)
-        if call("cuDeviceGetCount") == 0:
-            return "the driver sees no GPU"
-        card = call("cuDeviceGet", 0)
+    except RuntimeError:  # libcuda.so is not there
+        raise DeviceError("this machine has no NVIDIA driver; use --backend cpu") from None
+    if call("cuDeviceGetCount") == 0:
+        raise DeviceError("the driver sees no GPU; use --backend cpu")
+    return call("cuDeviceGet", 0)
+
+
+def probe():
+    """Facts about the first card as a dict, or one line that says why there is none."""
+    try:
+        card = first_card()
         context = call("cuDevicePrimaryCtxRetain", card)
         call("cuCtxPushCurrent", context)
         free, total = call("cuMemGetInfo")
@@ -70,8 +78,6 @@ def probe():
         version = call("cuDriverGetVersion")
         return dict(name=card_name(card), arch=architecture(card), free_bytes=free,
                     total_bytes=total, driver=f"{version // 1000}.{version % 1000 // 10}")
-    except RuntimeError:  # libcuda.so is not there
-        return "this machine has no NVIDIA driver"
     except DeviceError as error:
         return str(error)
 
@@ -122,6 +128,10 @@ class Buffer:
     def view(self, shape, dtype=None, offset=0):
         return Buffer(self.ptr + offset, tuple(shape), np.dtype(dtype or self.dtype))
 
+    def at(self, offset):
+        """What lies `offset` bytes further on, for a kernel that knows its shape."""
+        return self.view((), offset=offset)
+
 
 @dataclass(frozen=True)
 class Activations:
@@ -152,7 +162,6 @@ def unpack_rows(x):
 
 # ---- how weights and KV pages lie in memory ----------------------------------------------------
 
-REPACKED_AS_F16 = ("F16", "BF16", "F32")  # the file formats that PACKINGS does not name
 TILE_ROWS, PART_CHUNKS = 16, 4
 STACK = 4  # row blocks that one launch of linear takes
 STAGING_BYTES = 32 << 20  # weights on their way to the card
@@ -175,14 +184,17 @@ DELTA_DIM = 128  # values of a head in the gated delta net
 PACKINGS = {"Q4_K": (4, 320), "Q5_K": (5, 320), "Q6_K": (6, 288), "Q8_0": (8, 256),
             "Q4_0": (4, 256), "Q4_1": (4, 512), "F16": (16, 0)}
 FORMAT_NUMBERS = {name: number for number, name in enumerate(PACKINGS)}
+REPACKED_AS_F16 = "BF16", "F32"
 FEW_ROWS = 8  # of a step whose kernels are launched early
-BLOCK_THREADS = 256  # of every kernel that packs or multiplies matrices
-# Kernels for more than 16 rows: rows and columns of y that a block holds, and the groups of warps
-# that take parts of K in turn (see `BlockShape` in kernels.cu).
-SOME_ROWS, MANY_ROWS = ("linear_some", 32, 64, 2), ("linear_many", 64, 256, 1)
-# The same two ways for experts, of which many have few tokens; see linear_experts_8.
-EXPERT_THREADS, EXPERT_BLOCKS = 128, 6  # of a block, and blocks that a multiprocessor holds
-MOST_EXPERTS = 512  # that `route` can choose from
+# Kernels for up to 16 rows of x: threads of a block, and blocks that a multiprocessor holds.
+FEW_KERNELS = {"linear_few_8": (256, 2), "linear_few_8_three": (256, 3), "linear_few_16": (256, 2),
+               "linear_experts_8": (128, 6)}
+# Those for more: rows and columns of y that a block holds, and the groups of warps that take parts
+# of K in turn (see `BlockShape` in kernels.cu).
+MORE_KERNELS = {"linear_some": (32, 64, 2), "linear_many": (64, 256, 1),
+                "linear_experts_some": (32, 64, 2)}
+MORE_THREADS = REPACK_THREADS = 256
+MOST_EXPERTS, MOST_GROUPS = 512, 32  # that `route` can choose from
 
 
 def packing_of(tensor):
@@ -209,6 +221,7 @@ class RowBlock:
 @dataclass(frozen=True)
 class Matrix:
     """A stack of row blocks [rows, cols] in device memory, or `count` of them, of experts."""
+    role: str  # its first tensor's name without the layer
     blocks: tuple  # each with the tiles of all experts, one after the other
     weight_scale: Buffer  # f32 [count, rows], powers of two that multiply the product of a row
     bias: Buffer | None  # f32 [rows]
@@ -272,16 +285,25 @@ class States:
         return self.data.view((size,), np.uint8, slot * size)
 
 
-def attention_problem(cfg, kv_format):
-    """Why no attention kernel fits this model, in one line, or None. Latent attention takes any
+def model_problem(cfg, kv_format):
+    """Why the kernels cannot run this model, in one line, or None. Latent attention takes any
     number of query heads: those of one token may fill several tiles."""
+    has_tiles = (cfg.head_dim, cfg.value_dim) in ATTENTION_BLOCKS
     if cfg.n_heads > cfg.n_kv_heads * ATTENTION_ROWS and not cfg.latent:
-        return f"{cfg.n_heads} query heads share {cfg.n_kv_heads} KV heads: use --backend cpu"
-    if ((cfg.head_dim, cfg.value_dim) not in ATTENTION_BLOCKS
-            and not (kv_format == "f32" and cfg.head_dim in range(32, 257, 32))):
-        return f"no kernel for heads of {cfg.head_dim} values: use --backend cpu"
-    if kv_format == "q8" and cfg.head_dim % Q8_BLOCK:
+        problem = f"{cfg.n_heads} query heads share {cfg.n_kv_heads} KV heads"
+    elif not has_tiles and not (kv_format == "f32" and cfg.head_dim in range(32, 257, 32)):
+        problem = f"no kernel for heads of {cfg.head_dim} values"
+    elif kv_format == "q8" and cfg.head_dim % Q8_BLOCK:
         return f"no q8 kernel for heads of {cfg.head_dim} values: use --kv f16"
+    elif cfg.n_experts > MOST_EXPERTS or cfg.router_groups > MOST_GROUPS:
+        problem = (f"the CUDA kernels know at most {MOST_EXPERTS} experts a layer in {MOST_GROUPS} "
+                   f"groups, this model has {cfg.n_experts} in {cfg.router_groups}")
+    elif cfg.n_state_layers and (cfg.delta_dim != DELTA_DIM or cfg.delta_v_heads % 2):
+        problem = (f"the CUDA kernels take delta nets with an even number of heads of {DELTA_DIM} "
+                   f"values, not {cfg.delta_v_heads} of {cfg.delta_dim}")
+    else:
+        return None
+    return f"{problem}: use --backend cpu"
 
 
 def few_shares(blocks, total):
@@ -293,19 +315,9 @@ def few_shares(blocks, total):
     return [min(n, max(1, total * b.packed.nbytes // nbytes)) for n, b in zip(tiles, blocks)]
 
 
-def staged_shares(blocks, height, columns, groups):
-    """Thread blocks of each row block and bytes of shared memory of a kernel for more rows."""
-    # Two steps of two chunks a group: words of x and of the tiles (F16 has its own way), then the
-    # totals that go from group to group.
-    words = max(0 if b.format == "F16" else PACKINGS[b.format][0] for b in blocks)
-    smem = 4 * groups * (128 * height + 8 * columns * words)
-    smem += 4 * height * columns if groups > 1 else 0
-    return [-(-b.rows // columns) for b in blocks], smem
-
-
 def tile_of(tokens):
     """Most tokens of an item, by how many an expert has on average."""
-    return FEW_ROWS if tokens <= FEW_ROWS else SOME_ROWS[1]
+    return FEW_ROWS if tokens <= FEW_ROWS else MORE_KERNELS["linear_experts_some"][0]
 
 
 # ---- the backend -------------------------------------------------------------------------------
@@ -316,14 +328,9 @@ class Device:
     name = "cuda"
 
     def __init__(self):
-        state = DRIVER_MISSING if driver is None else cubin_state()
-        if state != "ok":
+        self.card = first_card()
+        if (state := cubin_state()) != "ok":
             raise DeviceError(state)
-        try:
-            call("cuInit", 0)
-        except RuntimeError:  # libcuda.so is not there
-            raise DeviceError("this machine has no NVIDIA driver; use --backend cpu") from None
-        self.card = call("cuDeviceGet", 0)
         self.arch, self.card_name = architecture(self.card), card_name(self.card)
         self.architecture = f"sm_{self.arch}"
         self.multiprocessors = attribute(self.card, "MULTIPROCESSOR_COUNT")
@@ -394,7 +401,8 @@ class Device:
         return self.kernels[name]
 
     def launch(self, name, grid, block, args, smem=0):
-        """Launch kernel `name` with `grid` (x, y, z) blocks of `block` threads.
+        """Launch kernel `name` with `grid` (x, y, z) blocks of `block` threads; y and z are 1 where
+        they are left out.
 
         args: Buffer or None (64-bit pointer), int (int32), float (float32).
         """
@@ -408,16 +416,17 @@ class Device:
             else:
                 self.slots[i] = int(value or 0) & 0xFFFFFFFF
         config = self.launch_config
-        config.gridDimX, config.gridDimY, config.gridDimZ = grid
+        config.gridDimX, config.gridDimY, config.gridDimZ = (*grid, 1, 1)[:3]
         config.blockDimX, config.sharedMemBytes = block, smem
         config.numAttrs = int(self.launch_early)
         call("cuLaunchKernelEx", config, self.kernel(name, smem), self.parameters, 0)
 
     def alloc(self, nbytes, purpose):
-        """`nbytes` of device memory, counted under `purpose`. Raises DeviceError."""
+        """`nbytes` of device memory, zeros, counted under `purpose`. Raises DeviceError."""
         ptr = int(call("cuMemAlloc", max(nbytes, 16)))
         self.addresses[ptr] = nbytes, purpose
         self.allocated[purpose] = self.allocated.get(purpose, 0) + nbytes
+        call("cuMemsetD8Async", ptr, 0, max(nbytes, 16), self.stream)
         return Buffer(ptr, (nbytes,), np.dtype(np.uint8))
 
     def free(self, buffer):
@@ -438,10 +447,9 @@ class Device:
                 self.free(have)
                 self.drop_graphs()
             capacity = max(8, 1 << (rows - 1).bit_length())
-            nbytes = capacity * int(np.prod(shape[1:])) * dtype.itemsize
-            block = self.alloc(nbytes, "scratch")
-            call("cuMemsetD8Async", block.ptr, 0, max(nbytes, 16), self.stream)
-            have = self.scratch[key] = block.view((capacity, *shape[1:]), dtype)
+            nbytes = capacity * math.prod(shape[1:]) * dtype.itemsize
+            have = self.scratch[key] = self.alloc(nbytes, "scratch").view(
+                (capacity, *shape[1:]), dtype)
         return have.view(shape)
 
     def upload(self, array, purpose):
@@ -505,21 +513,16 @@ class Device:
                 first = 0
                 for tensor in (parts[expert] for parts in members):
                     at = expert * nbytes + packed_bytes(format, first, cols)
-                    self.repack(tensor, packed.view((), offset=at), weight_scale.view(
-                        (), offset=4 * (expert * rows + row + first)))
+                    self.repack(tensor, packed.at(at),
+                                weight_scale.at(4 * (expert * rows + row + first)))
                     first += tensor.shape[0]
             blocks.append(RowBlock(packed, format, height))
             row += height
-        return Matrix(tuple(blocks), weight_scale, None if bias is None else self.vector(bias),
-                      rows, cols, count)
+        role = ".".join(tensors[0].name.split(".")[-2:])
+        return Matrix(role, tuple(blocks), weight_scale,
+                      None if bias is None else self.vector(bias), rows, cols, count)
 
-    def experts(self, tensors):
-        """Stack the row blocks of `tensors`, each [experts, rows, cols], for each expert."""
-        count = tensors[0].shape[0]
-        if count > MOST_EXPERTS:
-            raise DeviceError(f"the CUDA kernels know at most {MOST_EXPERTS} experts a layer, this "
-                              f"model has {count}: use --backend cpu")
-        return self.matrix(tensors)
+    experts = matrix
 
     def repack(self, tensor, packed, weight_scale):
         """Bring a tensor to the card in pieces, and into packed order there."""
@@ -532,13 +535,11 @@ class Device:
         raw = self.buffer("repack", (max(step * row_bytes, STAGING_BYTES),), np.uint8)
         for first in range(0, rows, step):
             part = source[first:first + step]
-            if not native:
-                part = quants.dequantize(part, tensor.type)
-            self.write(raw, part)
-            self.launch(f"linear_repack_{(format if native else 'F32').lower()}",
-                        (-(-len(part) // TILE_ROWS), 1, 1), BLOCK_THREADS,
-                        (raw, packed.view((), offset=packed_bytes(packing_of(tensor), first, cols)),
-                         weight_scale.view((), offset=4 * first), len(part), cols))
+            self.write(raw, part if native else quants.dequantize(part, tensor.type))
+            self.launch(f"linear_repack_{format if native else 'F32'}",
+                        (-(-len(part) // TILE_ROWS),), REPACK_THREADS,
+                        (raw, packed.at(packed_bytes(packing_of(tensor), first, cols)),
+                         weight_scale.at(4 * first), len(part), cols))
 
     def vector(self, array):
         return self.upload(np.asarray(array, np.float32), "weights")
@@ -546,28 +547,21 @@ class Device:
     def pages(self, cfg, n_pages, kv_format, n_states=0, pending=1):
         """Zeroed storage for `n_pages` pages of all layers, with `states` for the recurrent layers
         of `n_states` sequences. Raises DeviceError."""
-        problem = attention_problem(cfg, kv_format)
+        problem = model_problem(cfg, kv_format)
         if problem:
             raise DeviceError(problem)
         for key in [key for key in self.scratch if key[0] == "repack"]:  # the weights are there
             self.free(self.scratch.pop(key))
         data = self.alloc(n_pages * PAGE * cfg.kv_bytes_per_token(kv_format), "kv")
-        call("cuMemsetD8Async", data.ptr, 0, max(data.nbytes, 16), self.stream)
         states = self.states(cfg, n_states, pending) if cfg.n_state_layers else None
         return Pages(data, cfg.n_kv_layers, n_pages, kv_format, states)
 
     def states(self, cfg, n_states, pending):
         """Zeroed recurrent state of `n_states` slots; a step leaves at most `pending` tokens
         pending. Raises DeviceError."""
-        heads, dim = cfg.delta_v_heads, cfg.delta_dim
-        if dim != DELTA_DIM or heads % 2:
-            raise DeviceError(f"the CUDA kernels take delta nets with an even number of heads of "
-                              f"{DELTA_DIM} values, not {heads} of {dim}: use --backend cpu")
-        ring = max(2 * pending, pending + cfg.conv_width - 1)
-        record = 2 * cfg.delta_channels - cfg.delta_k_heads * dim + 2 * heads
-        shape = n_states, cfg.n_state_layers, heads * dim * dim + ring * record
+        matrix, ring, record = state_layout(cfg, pending)
+        shape = n_states, cfg.n_state_layers, matrix + ring * record
         data = self.alloc(4 * math.prod(shape), "states").view(shape, np.float32)
-        call("cuMemsetD8Async", data.ptr, 0, max(data.nbytes, 16), self.stream)
         return States(data, data.nbytes, ring, record)
 
     def tile_tokens(self, cfg):
@@ -670,13 +664,12 @@ class Device:
         """GB/s at which the card reads memory: bytes read plus written of a large copy."""
         size = 1 << 30
         source, target = self.alloc(size, "bench"), self.alloc(size, "bench")
-        times = []
-        for _ in range(5):
-            before = self.mark()
+        before, copies = self.mark(), 5
+        for _ in range(copies):
             call("cuMemcpyDtoDAsync", target.ptr, source.ptr, size, self.stream)
-            times.append(self.milliseconds(before, self.mark()))
+        elapsed = self.milliseconds(before, self.mark())
         self.free(source), self.free(target)
-        return 2e-6 * size / sorted(times)[2]
+        return 2e-6 * size * copies / elapsed
 
     def mark(self):
         """A point in the stream, for one call of milliseconds()."""
@@ -713,7 +706,7 @@ class Device:
         rows = batch.tokens.shape[0]
         h = self.buffer("embed", (rows, table.cols), np.float32)
         block = table.blocks[0]
-        self.launch("embed", (rows, 1, 1), 128,
+        self.launch("embed", (rows,), 128,
                     (block.packed, table.weight_scale, batch.tokens, batch.slots,
                      self.last_tokens(batch), h,
                      FORMAT_NUMBERS[block.format], table.cols, chunks_of(table.cols)))
@@ -726,7 +719,7 @@ class Device:
         """
         cols = weight.shape[0]
         x = self.activations("rmsnorm", (h if rows is None else rows).shape[0], cols)
-        self.launch("rmsnorm", (x.rows, 1, 1), ROW_THREADS,
+        self.launch("rmsnorm", (x.rows,), ROW_THREADS,
                     (h, weight, rows, x.data, x.scale, cols, h.shape[1], x.data.shape[1],
                      float(eps)))
         return x
@@ -735,7 +728,7 @@ class Device:
         """The same as f32 [n, cols]: not the input of a matrix product."""
         n, cols = (h if rows is None else rows).shape[0], weight.shape[0]
         out = self.buffer("rmsnorm_f32", (n, cols), np.float32)
-        self.launch("rmsnorm_f32", (n, 1, 1), ROW_THREADS,
+        self.launch("rmsnorm_f32", (n,), ROW_THREADS,
                     (h, weight, rows, out, cols, h.shape[1], float(eps)))
         return out
 
@@ -747,13 +740,13 @@ class Device:
         rows, cols = values.shape
         x = self.activations("scale_rows", rows * heads, width or cols)
         stride = x.data.shape[1]
-        self.launch("scale_rows", (x.rows, 1, 1), min(ROW_THREADS, stride // 4),
+        self.launch("scale_rows", (x.rows,), min(ROW_THREADS, stride // 4),
                     (values, x.data, x.scale, cols, heads, pitch or cols, x.cols, stride))
         return x
 
     def linear(self, x, w, out=None):
         """y [rows, w.rows] f32 = x W^T (+ bias), in the Buffer `out` if there is one."""
-        y = out or self.buffer("linear", (x.rows, w.rows), np.float32)
+        y = out or self.buffer(f"linear {w.role}", (x.rows, w.rows), np.float32)
         self.multiply(x, w, y)
         return y
 
@@ -772,43 +765,44 @@ class Device:
         column = 0
         for i in range(0, len(w.blocks), STACK):
             blocks = w.blocks[i:i + STACK]
-            name, grid, threads, shares, smem = (
-                self.experts_shape(tile, n_items, blocks) if items else
-                self.linear_shape(x.rows, blocks))
-            absent = STACK - len(blocks)
+            name = (self.linear_kernel(x.rows, blocks) if tile is None else
+                    "linear_experts_8" if tile == FEW_ROWS else "linear_experts_some")
+            grid, threads, shares, smem = self.linear_plan(name, x.rows, blocks, n_items)
+            stack = lambda values: (*values, *(None,) * (STACK - len(blocks)))
             self.launch(name, grid, threads, (
-                x.data, x.scale, w.weight_scale.view((), offset=4 * column),
-                w.bias and w.bias.view((), offset=4 * column), y.view((), offset=4 * column),
-                x.rows, w.rows, chunks_of(w.cols), add,
-                *(b.packed for b in blocks), *(None,) * absent,
-                *(b.rows for b in blocks), *(0,) * absent, *shares, *(0,) * absent,
+                x.data, x.scale, w.weight_scale.at(4 * column), w.bias and w.bias.at(4 * column),
+                y.at(4 * column), x.rows, w.rows, chunks_of(w.cols), add,
+                *stack(b.packed for b in blocks), *stack(b.rows for b in blocks), *stack(shares),
                 sum(FORMAT_NUMBERS[b.format] << 8 * j for j, b in enumerate(blocks)), *rest), smem)
             column += sum(b.rows for b in blocks)
 
-    def linear_shape(self, rows, blocks):
-        """Kernel, grid, threads of a block, thread blocks per row block and bytes of shared memory
-        of a product with `rows` rows of x."""
+    def linear_kernel(self, rows, blocks):
+        """The kernel for a product with `rows` rows of x."""
+        if rows <= 8:
+            tiles = sum(-(-b.rows // TILE_ROWS) for b in blocks)
+            return "linear_few_8" if tiles <= 2 * self.multiprocessors else "linear_few_8_three"
         if rows <= 16:
-            name, room = "linear_few_8" if rows <= 8 else "linear_few_16", 2 * self.multiprocessors
-            if rows <= 8 and sum(-(-b.rows // TILE_ROWS) for b in blocks) > room:
-                name, room = "linear_few_8_three", 3 * self.multiprocessors
-            shares = few_shares(blocks, room)
-            return name, (sum(shares), 1, 1), BLOCK_THREADS, shares, 0
-        name, *shape = MANY_ROWS
-        shares, smem = staged_shares(blocks, *shape)
-        enough = self.multiprocessors * 7 // 10
-        if rows <= 32 or -(-rows // shape[0]) * sum(shares) < enough:
-            name, *shape = SOME_ROWS
-            shares, smem = staged_shares(blocks, *shape)
-        return name, (-(-rows // shape[0]), sum(shares), 1), BLOCK_THREADS, shares, smem
+            return "linear_few_16"
+        height, columns, _ = MORE_KERNELS["linear_many"]
+        many = -(-rows // height) * sum(-(-b.rows // columns) for b in blocks)
+        enough = rows > 32 and many >= self.multiprocessors * 7 // 10
+        return "linear_many" if enough else "linear_some"
 
-    def experts_shape(self, tile, n_items, blocks):
-        """The same for `n_items` items of up to `tile` tokens that want one expert."""
-        if tile == FEW_ROWS:
-            shares = few_shares(blocks, EXPERT_BLOCKS * self.multiprocessors // n_items)
-            return "linear_experts_8", (sum(shares), n_items, 1), EXPERT_THREADS, shares, 0
-        shares, smem = staged_shares(blocks, *SOME_ROWS[1:])
-        return "linear_experts_some", (sum(shares), n_items, 1), BLOCK_THREADS, shares, smem
+    def linear_plan(self, name, rows, blocks, n_items):
+        """Grid, threads of a block, thread blocks per row block and bytes of shared memory."""
+        if name in FEW_KERNELS:
+            threads, held = FEW_KERNELS[name]
+            shares = few_shares(blocks, held * self.multiprocessors // (n_items or 1))
+            return (sum(shares), n_items or 1), threads, shares, 0
+        height, columns, groups = MORE_KERNELS[name]
+        shares = [-(-b.rows // columns) for b in blocks]
+        # Two steps of two chunks a group: words of x and of the tiles (F16 has its own way), then
+        # the totals that go from group to group.
+        words = max(0 if b.format == "F16" else PACKINGS[b.format][0] for b in blocks)
+        smem = 4 * groups * (128 * height + 8 * columns * words)
+        smem += 4 * height * columns if groups > 1 else 0
+        grid = (sum(shares), n_items) if n_items else (-(-rows // height), sum(shares))
+        return grid, MORE_THREADS, shares, smem
 
     def rope_angles(self, cfg, batch):
         """cos and sin f32 [rows, 2, rope_dim / 2] of position times the row's frequencies."""
@@ -817,7 +811,7 @@ class Device:
             self.frequencies[cfg.rope_sets] = self.upload(table, "weights")
         rows, pairs = batch.positions.shape[0], cfg.rope_dim // 2
         angles = self.buffer("rope_angles", (rows, 2, pairs), np.float32)
-        self.launch("rope_angles", (-(-rows * pairs // 128), 1, 1), 128,
+        self.launch("rope_angles", (-(-rows * pairs // 128),), 128,
                     (batch.positions, batch.rope_sets, self.frequencies[cfg.rope_sets], angles,
                      rows, pairs, float(cfg.rope_magnitude)))
         return angles
@@ -830,18 +824,19 @@ class Device:
         """
         rows, heads = qkv.shape[0], cfg.n_heads + 2 * cfg.n_kv_heads
         assert qkv.shape[1] == (heads + cfg.n_heads * cfg.q_gated) * cfg.head_dim
-        q = self.queries(rows, cfg, kv)
-        self.launch("rope_kv", (rows, -(-heads // 4), 1), 128,
-                    (qkv, angles, q_norm, k_norm, q, kv.data, batch.page_table, batch.slots,
-                     batch.positions, layer, kv.n_pages, batch.page_table.shape[1], cfg.n_heads,
-                     cfg.n_kv_heads, cfg.head_dim, cfg.rope_dim, int(cfg.rope_neox),
-                     int(cfg.q_gated), KV_FORMATS[kv.format], float(cfg.rms_eps)))
+        q, work = self.heads(angles, cfg, layer, kv, batch)
+        self.launch("rope_kv", (rows, -(-heads // 4)), 128,
+                    (qkv, q_norm, k_norm, cfg.q_gated, *work))
         return q
 
-    def queries(self, rows, cfg, kv):
-        """Scratch for q [rows, heads * head_dim]."""
-        return self.buffer("queries", (rows, cfg.n_heads * cfg.head_dim),
-                           np.float32 if kv.format == "f32" else np.float16)
+    def heads(self, angles, cfg, layer, kv, batch):
+        """(scratch for q [rows, heads * head_dim], struct Heads of kernels.cu)."""
+        q = self.buffer("queries", (angles.shape[0], cfg.n_heads * cfg.head_dim),
+                        np.float32 if kv.format == "f32" else np.float16)
+        return q, (angles, q, kv.data, batch.page_table, batch.slots, batch.positions, layer,
+                   kv.n_pages, batch.page_table.shape[1], cfg.n_heads, cfg.n_kv_heads,
+                   cfg.head_dim, cfg.rope_dim, cfg.rope_neox, KV_FORMATS[kv.format],
+                   float(cfg.rms_eps))
 
     def rope_latent(self, content, q, kv_a, angles, kv_norm, cfg, layer, kv, batch):
         """Queries and key of latent attention, whose key holds the value: rank = cfg.value_dim.
@@ -851,13 +846,9 @@ class Device:
         K the last head_dim columns of kv_a: `rank` values, normed, then rope_dim, rotated. Columns
         of q after the heads and of kv_a before the last head_dim are not read. All f32.
         """
-        rows, heads = content.shape[0], cfg.n_heads
-        out = self.queries(rows, cfg, kv)
-        self.launch("rope_latent", (rows, -(-(heads + 1) // 4), 1), 128,
-                    (content, q, kv_a, angles, kv_norm, out, kv.data, batch.page_table, batch.slots,
-                     batch.positions, layer, kv.n_pages, batch.page_table.shape[1], heads,
-                     q.shape[1], cfg.key_dim, kv_a.shape[1], cfg.value_dim, cfg.rope_dim,
-                     int(cfg.rope_neox), KV_FORMATS[kv.format], float(cfg.rms_eps)))
+        out, work = self.heads(angles, cfg, layer, kv, batch)
+        self.launch("rope_latent", (content.shape[0], -(-(cfg.n_heads + 1) // 4)), 128,
+                    (content, q, kv_a, kv_norm, q.shape[1], kv_a.shape[1], cfg.key_dim, *work))
         return out
 
     def attention(self, q, cfg, layer, kv, batch):
@@ -873,7 +864,7 @@ class Device:
         scale = cfg.attn_scale * math.log2(math.e)  # the kernels take powers of two
         if kv.format == "f32":
             values = self.buffer("attention_f32", (x_rows, cols), np.float32)
-            self.launch("attention_f32", (rows, heads, 1), 32,
+            self.launch("attention_f32", (rows, heads), 32,
                         (q, values, kv.data, batch.page_table, batch.positions, batch.slots, layer,
                          kv.n_pages, max_pages, cfg.n_kv_heads, dim, width, scale))
             return self.scale_rows(values)
@@ -893,7 +884,7 @@ class Device:
                     (q, out, *parts, kv.data, batch.page_table, batch.tiles, layer, kv.n_pages,
                      max_pages, segments, heads, cfg.n_kv_heads, out.shape[1], scale))
         if splits > 1:
-            self.launch("attention_merge", (rows, heads, 1), padded(width, 32),
+            self.launch("attention_merge", (rows, heads), padded(width, 32),
                         (*parts, out, batch.positions, batch.slots, segments, out.shape[1], width,
                          row_heads))
         return Activations(out, None, x_rows, cols)
@@ -911,14 +902,14 @@ class Device:
         """c f32 [rows, delta_channels + 2 H_v] = q | k | v | beta | decay of u f32 [rows, .]."""
         rows, cols = u.shape[0], cfg.delta_channels + 2 * cfg.delta_v_heads
         c = self.buffer("delta_conv", (rows, cols), np.float32)
-        self.launch("delta_conv", (rows, -(-cfg.delta_channels // (4 * DELTA_DIM)), 1), 128,
+        self.launch("delta_conv", (rows, -(-cfg.delta_channels // (4 * DELTA_DIM))), 128,
                     self.delta_net(u, mixer, c, None, cfg, layer, kv, batch))
         return c
 
     def delta_rule(self, u, c, cfg, layer, kv, batch):
         """o f32 [rows, H_v d] = S^T q; the states take pending tokens, and rows if they commit."""
         o = self.buffer("delta_rule", (u.shape[0], cfg.delta_v_heads * DELTA_DIM), np.float32)
-        self.launch("delta_rule", (8 * cfg.delta_v_heads, batch.spans.shape[0], 1), 64,
+        self.launch("delta_rule", (8 * cfg.delta_v_heads, batch.spans.shape[0]), 64,
                     self.delta_net(u, None, c, o, cfg, layer, kv, batch))
         return o
 
@@ -926,7 +917,7 @@ class Device:
         """struct DeltaNet of kernels.cu."""
         _, n_layers, values = kv.states.data.shape
         weights = (mixer.conv, mixer.dt, mixer.decay) if mixer else (None,) * 3
-        return (u, *weights, c, o, kv.states.data.view((), offset=4 * layer * values),
+        return (u, *weights, c, o, kv.states.data.at(4 * layer * values),
                 batch.spans, batch.slots, batch.positions, cfg.delta_k_heads, cfg.delta_v_heads,
                 cfg.delta_grouped, cfg.conv_width, kv.states.ring, u.shape[1], c.shape[1],
                 kv.states.record_values, n_layers * values, float(cfg.rms_eps))
@@ -935,8 +926,8 @@ class Device:
         """x [rows, H_v d] = rmsnorm of each head of o, times silu(z) with z in u behind v."""
         rows, cols = o.shape
         x = self.activations("delta_norm", rows, cols)
-        self.launch("delta_norm", (rows, 1, 1), ROW_THREADS,
-                    (o, u.view((), offset=4 * cfg.delta_channels), norm, x.data, x.scale, cols,
+        self.launch("delta_norm", (rows,), ROW_THREADS,
+                    (o, u.at(4 * cfg.delta_channels), norm, x.data, x.scale, cols,
                      u.shape[1], float(cfg.rms_eps)))
         return x
 
@@ -944,7 +935,7 @@ class Device:
         """x [rows, heads * head_dim], in place, times the sigmoid of the gates in qkv, see rope_kv.
         """
         stride = x.data.shape[1]
-        self.launch("sigmoid_gate", (x.rows, -(-x.cols // 1024), 1), 128,
+        self.launch("sigmoid_gate", (x.rows, -(-x.cols // 1024)), 128,
                     (x.data, qkv, x.cols, stride, qkv.shape[1], cfg.head_dim))
         return x
 
@@ -952,7 +943,7 @@ class Device:
         """x [rows, F] = silu(gate) * up of gate_up f32 [rows, 2F], gate first."""
         rows, cols = gate_up.shape[0], gate_up.shape[1] // 2
         x = self.activations("silu_mul", rows, cols)
-        self.launch("silu_mul", (rows, 1, 1), ROW_THREADS,
+        self.launch("silu_mul", (rows,), ROW_THREADS,
                     (gate_up, x.data, x.scale, cols, x.data.shape[1]))
         return x
 
@@ -966,11 +957,11 @@ class Device:
                         self.buffer("route_pairs", (n_pairs,), np.int32),
                         self.buffer("route_items", (busy + (n_pairs - busy) // tile, 4), np.int32),
                         tile)
-        self.launch("route", (rows, 1, 1), 32,
+        self.launch("route", (rows,), 32,
                     (logits, bias, batch.slots, routes.experts, routes.weights, stride, n, k,
                      cfg.router_sigmoid, cfg.router_norm, float(cfg.router_scale),
                      cfg.router_groups, cfg.router_groups_used))
-        self.launch("route_items", (-(-n // 8), 1, 1), 256,
+        self.launch("route_items", (-(-n // 8),), 256,
                     (routes.experts, routes.pairs, routes.items, n_pairs, n, tile,
                      routes.items.shape[0]))
         return routes
@@ -999,7 +990,7 @@ class Device:
         `shared` [rows, n_embd] or None counts sigmoid(last column of `logits`), or 1 without them.
         """
         rows, cols = h.shape
-        self.launch("combine", (-(-cols // 256), rows, 1), 256,
+        self.launch("combine", (-(-cols // 256), rows), 256,
                     (y, routes.experts, routes.weights, shared, logits, h, routes.experts.shape[1],
                      cols, logits.shape[1] if logits else 0))
 
@@ -1011,7 +1002,7 @@ class Device:
         rows, n_vocab = logits.shape
         tokens = self.buffer("sample_tokens", (rows,), np.int32)
         logprobs = self.buffer("sample_logprobs", (rows,), np.float32)
-        self.launch("sample", (rows, 1, 1), 1024,
+        self.launch("sample", (rows,), 1024,
                     (logits, draws, self.adjustments, tokens, logprobs, self.last_tokens(batch),
                      batch.slots, batch.logit_rows, n_vocab))
         return tokens, logprobs
@@ -1022,7 +1013,7 @@ class Device:
 
     def copy_page(self, kv, source, target):
         """Page `target` of all layers becomes a copy of page `source`."""
-        self.launch("copy_page", (-(-kv.page_bytes // 4096), kv.n_layers, 1), 256,
+        self.launch("copy_page", (-(-kv.page_bytes // 4096), kv.n_layers), 256,
                     (kv.data, kv.n_pages, kv.page_bytes, source, target))
 
     def save_pages(self, kv, pages):

@@ -1,10 +1,10 @@
 // Leone's kernels. The NumPy function of the same name in reference.py says what a kernel computes;
 // kernels whose name begins with that of an op are parts of it.
 //
-//     linear     weights in packed 4 to 16 bit formats times rows of activations; embed; repacking
+//     linear     weights in packed 4 to 16 bit formats times rows of activations; embed
 //     small      rmsnorm, rope_angles, rope_kv, silu_mul, copy_page
 //     attention  paged, in segments of 256 positions
-//     sample     penalties, filters and the drawn token
+//     beyond     loading, f32 KV, latent attention, sampling, experts, gated delta nets
 //
 // What a row gets never depends on the other rows of a launch. Sums have one order, whichever
 // kernel computes them; there are no float atomics. nvcc unrolls short loops of fixed length by
@@ -145,14 +145,19 @@ struct Packed {
 };
 
 DEVICE int chunks_of(int cols) { return (cols + 127) / 128 * 2; }
+DEVICE unsigned half2_bits(float low, float high) {
+    return __half_as_ushort(__float2half_rn(low)) |
+           unsigned(__half_as_ushort(__float2half_rn(high))) << 16;
+}
 // The first of the 16 values of K that lanes 4g+t own in a chunk.
 DEVICE int first_k(int chunk, int t) {
     return chunk / 2 * 128 + 32 * t + chunk % 2 * 16;
 }
 
+// A constant as an argument.
 template <int N>
 struct Is {
-    static constexpr int VALUE = N;
+    constexpr DEVICE operator int() const { return N; }
 };
 
 // Activations lie in 16-byte pieces: [8 tokens][chunk][2][32 lanes], lane 4g+t of token g. This is
@@ -206,22 +211,26 @@ DEVICE unsigned rotate_left(unsigned x, int bits) {
     return __funnelshift_l(x, x, bits);
 }
 
-// N words. Weights are read once by one warp: past L1, which is left to the activations.
-template <int N>
-DEVICE void load(const uint8_t* p, unsigned* words) {
-    if constexpr (N == 4)
-        asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4];"
-                     : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
-                     : "l"(p));
-    else if constexpr (N == 2)
-        asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v2.u32 {%0,%1}, [%2];"
-                     : "=r"(words[0]), "=r"(words[1])
-                     : "l"(p));
-    else
-        asm volatile("ld.global.nc.L1::no_allocate.L2::128B.u32 %0, [%1];"
-                     : "=r"(words[0])
-                     : "l"(p));
-}
+// NAME<N>(from, words): N words with one instruction. Volatile, so that it stays behind
+// wait_for_predecessor: the compiler moves other loads past that.
+#define LOAD(NAME, FROM, REGISTER, INSTRUCTION)                                                  \
+    template <int N>                                                                             \
+    DEVICE void NAME(FROM from, unsigned* words) {                                               \
+        if constexpr (N == 4)                                                                    \
+            asm volatile(INSTRUCTION ".v4.u32 {%0,%1,%2,%3}, [%4];"                              \
+                         : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])        \
+                         : REGISTER(from));                                                      \
+        else if constexpr (N == 2)                                                               \
+            asm volatile(INSTRUCTION ".v2.u32 {%0,%1}, [%2];"                                    \
+                         : "=r"(words[0]), "=r"(words[1]) : REGISTER(from));                     \
+        else                                                                                     \
+            asm volatile(INSTRUCTION ".u32 %0, [%1];" : "=r"(words[0]) : REGISTER(from));        \
+    }
+// Weights are read once by one warp: past L1, which is left to the activations.
+LOAD(load_weights, const uint8_t*, "l", "ld.global.nc.L1::no_allocate.L2::128B")
+LOAD(load_activations, const uint4*, "l", "ld.global")
+LOAD(load_shared, unsigned, "r", "ld.shared")
+#undef LOAD
 
 // Calls visit(Is<N>, byte, word) for each N words of a lane that lie together in a packed chunk.
 template <int FORMAT, typename Visit>
@@ -231,15 +240,6 @@ DEVICE void for_pieces(int lane, Visit visit) {
     if constexpr (REST > 0) visit(Is<REST>(), WORDS / 4 * 512 + 4 * REST * lane, WORDS - REST);
 }
 
-// Volatile, so that it stays behind wait_for_predecessor: the compiler moves __ldg past that.
-DEVICE uint4 load_piece(const uint4* p) {
-    uint4 x;
-    asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
-                 : "l"(p));
-    return x;
-}
-
 // This lane's words of chunk c of a part of a packed tile.
 template <int FORMAT>
 DEVICE void load_chunk(const uint8_t* tile, int part, int c, int lane,
@@ -247,7 +247,7 @@ DEVICE void load_chunk(const uint8_t* tile, int part, int c, int lane,
     constexpr int BYTES = Packed<FORMAT>::CHUNK_BYTES;
     tile = tile + unsigned(part) * (PART_CHUNKS * BYTES) + c * BYTES;  // unsigned: one sum a part
     for_pieces<FORMAT>(lane, [&](auto n, int byte, int word) {
-        load<decltype(n)::VALUE>(tile + byte, words + word);
+        load_weights<n>(tile + byte, words + word);
     });
 }
 
@@ -260,8 +260,8 @@ DEVICE void load_scales(const uint8_t* tile, int chunks, int part, int lane,
     const uint8_t* scales = tile + P::scales_at(chunks) + part * P::SCALE_BYTES;
     const uint8_t* blocks = tile + P::blocks_at(chunks, parts) + part * P::BLOCK_BYTES;
     constexpr int OWN = P::SIZE.scale_words, SHARED = P::SIZE.half2s;
-    if constexpr (OWN > 0) load<OWN>(scales + 4 * OWN * lane, words);
-    if constexpr (SHARED > 0) load<SHARED>(blocks + 4 * SHARED * (lane >> 2), words + OWN);
+    if constexpr (OWN > 0) load_weights<OWN>(scales + 4 * OWN * lane, words);
+    if constexpr (SHARED > 0) load_weights<SHARED>(blocks + 4 * SHARED * (lane >> 2), words + OWN);
 }
 
 // What turns the integers of one chunk into weights, as f16 pairs, for the rows g and g+8:
@@ -451,8 +451,8 @@ DEVICE void linear_few(const Product& product, const Place& place, const Rows& r
         x[n] = product.x +
                piece_of(rows.x_of(rows.y(min(8 * n + g, product.rows - 1))), 0, t, chunks);
     unsigned words[AHEAD][P::WORDS], scales[P::SCALE_WORDS], next_scales[P::SCALE_WORDS];
-    uint4 b[TOKENS_AHEAD][TOKEN_TILES][2];
-    const auto load_weights = [&](const uint8_t* tile, int part, int c) {
+    unsigned b[TOKENS_AHEAD][TOKEN_TILES][2][4];
+    const auto load_ahead = [&](const uint8_t* tile, int part, int c) {
         if (exists(part, c))
             load_chunk<FORMAT>(tile, part, c, lane, words[c % AHEAD]);
     };
@@ -460,13 +460,13 @@ DEVICE void linear_few(const Product& product, const Place& place, const Rows& r
         if (!exists(part, c)) return;
         for (int n = 0; n < TOKEN_TILES; n++) {
             const uint4* from = x[n] + unsigned(part) * PART_PIECES + c * CHUNK_PIECES;
-            b[c % TOKENS_AHEAD][n][0] = load_piece(from);
-            b[c % TOKENS_AHEAD][n][1] = load_piece(from + CHUNK_PIECES / 2);
+            load_activations<4>(from, b[c % TOKENS_AHEAD][n][0]);
+            load_activations<4>(from + CHUNK_PIECES / 2, b[c % TOKENS_AHEAD][n][1]);
         }
     };
 
     const uint8_t* tile = place.packed + int64_t(place.index) * tile_bytes;
-    for (int c = 0; c < AHEAD; c++) load_weights(tile, warp, c);
+    for (int c = 0; c < AHEAD; c++) load_ahead(tile, warp, c);
     if (warp < parts) load_scales<FORMAT>(tile, chunks, warp, lane, next_scales);
     wait_for_predecessor();
     for (int c = 0; c < TOKENS_AHEAD; c++) load_tokens(warp, c);
@@ -510,15 +510,15 @@ DEVICE void linear_few(const Product& product, const Place& place, const Rows& r
                             unsigned a[2][4];
                             dequantise<FORMAT>(words[c % AHEAD], s, half, a);
                             for (int n = 0; n < TOKEN_TILES; n++) {
-                                const uint4 k = b[c % TOKENS_AHEAD][n][half];
-                                mma_16x8x16(sum[n], a[0], k.x, k.y);
-                                mma_16x8x16(sum[n], a[1], k.z, k.w);
+                                const unsigned(&k)[4] = b[c % TOKENS_AHEAD][n][half];
+                                mma_16x8x16(sum[n], a[0], k[0], k[1]);
+                                mma_16x8x16(sum[n], a[1], k[2], k[3]);
                             }
                         }
                     }
                     const int far = (c + AHEAD) % PART_CHUNKS;
-                    if (c + AHEAD < PART_CHUNKS) load_weights(tile, part, far);
-                    else load_weights(next_tile, next, far);
+                    if (c + AHEAD < PART_CHUNKS) load_ahead(tile, part, far);
+                    else load_ahead(next_tile, next, far);
                     load_tokens(c + TOKENS_AHEAD < PART_CHUNKS ? part : next,
                                 (c + TOKENS_AHEAD) % PART_CHUNKS);
                 }
@@ -547,8 +547,7 @@ DEVICE void linear_tiles(const Linear& work) {
     let_successor_start();
     const Place place = place_in(work.stack, blockIdx.x);
     with_format(place.format, [&](auto format) {
-        linear_few<decltype(format)::VALUE, TOKEN_TILES, BLOCKS, FEW_WARPS>(
-            work.product, place, OwnRows(), sums);
+        linear_few<format, TOKEN_TILES, BLOCKS, FEW_WARPS>(work.product, place, OwnRows(), sums);
     });
 }
 
@@ -581,19 +580,6 @@ DEVICE void copy_async(unsigned to, const void* from) {
     else
         asm volatile("cp.async.ca.shared.global.L2::128B [%0], [%1], %2;" ::"r"(to), "l"(from),
                      "n"(BYTES));
-}
-template <int N>
-DEVICE void load_shared(unsigned from, unsigned* words) {
-    if constexpr (N == 4)
-        asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
-                     : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
-                     : "r"(from));
-    else if constexpr (N == 2)
-        asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];"
-                     : "=r"(words[0]), "=r"(words[1])
-                     : "r"(from));
-    else
-        asm volatile("ld.shared.u32 %0, [%1];" : "=r"(words[0]) : "r"(from));
 }
 DEVICE void barrier_sync(int id, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
@@ -668,7 +654,7 @@ DEVICE void linear_staged(const Product& product, const Place& place, const Rows
                 const uint8_t* from = tiles[m] + chunk * P::CHUNK_BYTES;
                 const unsigned to = ring_words + slot + m * P::CHUNK_BYTES;
                 for_pieces<FORMAT>(lane, [&](auto n, int byte, int) {
-                    copy_async<4 * decltype(n)::VALUE>(to + byte, from + byte);
+                    copy_async<4 * n>(to + byte, from + byte);
                 });
             }
         }
@@ -711,7 +697,7 @@ DEVICE void linear_staged(const Product& product, const Place& place, const Rows
                     load_chunk<FORMAT>(tiles[m], part, c, lane, words[m]);
                 } else {
                     for_pieces<FORMAT>(lane, [&](auto n, int byte, int word) {
-                        load_shared<decltype(n)::VALUE>(from + byte, words[m] + word);
+                        load_shared<n>(from + byte, words[m] + word);
                     });
                 }
                 decode_scales<FORMAT>(scales[m], c, s[m]);
@@ -799,7 +785,7 @@ DEVICE void linear_block(const Linear& work) {
     wait_for_predecessor();
     const Place place = place_in(work.stack, blockIdx.y);
     with_format(place.format, [&](auto format) {
-        linear_staged<decltype(format)::VALUE, Shape>(
+        linear_staged<format, Shape>(
             work.product, place, OwnRows(), blockIdx.x * 8 * Shape::TOKEN_TILES, shared);
     });
 }
@@ -839,8 +825,8 @@ KERNEL embed(const uint8_t* packed, const float* weight_scale, const int* tokens
     const float scale = weight_scale[token];
     const int parts = (chunks + PART_CHUNKS - 1) / PART_CHUNKS, r = token >> 3 & 1;
     with_format(format, [&](auto format) {
-        using P = Packed<decltype(format)::VALUE>;
-        constexpr int FORMAT = decltype(format)::VALUE;
+        constexpr int FORMAT = format;
+        using P = Packed<FORMAT>;
         const uint8_t* tile = packed + (token / TILE_ROWS) * P::tile_bytes(chunks);
         for (int i = threadIdx.x; i < 4 * parts; i += blockDim.x) {
             const int part = i >> 2, t = i & 3, lane = (token & 7) * 4 + t;
@@ -868,195 +854,6 @@ KERNEL embed(const uint8_t* packed, const float* weight_scale, const int* tokens
         }
     });
 }
-
-// ---- repack: GGUF blocks -> packed tiles -------------------------------------------------------
-
-DEVICE float f16_at(const uint8_t* p) {
-    return __half2float(*reinterpret_cast<const __half*>(p));
-}
-DEVICE unsigned half2_bits(float low, float high) {
-    return __half_as_ushort(__float2half_rn(low)) |
-           unsigned(__half_as_ushort(__float2half_rn(high))) << 16;
-}
-
-__device__ const uint4 PADDING[16] = {};  // a block of zeros
-
-// A row as it lies in the file; padding is all zeros.
-template <int SOURCE>
-struct SourceRow {
-    static constexpr int VALUES = SIZES[SOURCE].block_values, BYTES = SIZES[SOURCE].block_bytes;
-    static constexpr bool FLOATS = VALUES == 1;
-    const uint8_t* data;
-    int cols;  // 0 past the last row
-
-    __device__ const uint8_t* block(int k) const {
-        return k < cols ? data + int64_t(k / VALUES) * BYTES
-                        : reinterpret_cast<const uint8_t*>(PADDING);
-    }
-
-    __device__ float value(int k) const {  // F16, BF16, F32
-        if constexpr (SOURCE == F16) return f16_at(block(k));
-        if constexpr (SOURCE == F32) return *reinterpret_cast<const float*>(block(k));
-        return __uint_as_float(unsigned(*reinterpret_cast<const uint16_t*>(block(k))) << 16);
-    }
-
-    __device__ unsigned integer(int k) const {  // 0 .. 2^bits - 1
-        const uint8_t* b = block(k);
-        const int i = k % VALUES, byte = i / 64 * 32 + i % 32, nibble = i / 32 % 2 * 4;
-        if constexpr (SOURCE == Q4_K) return b[16 + byte] >> nibble & 15;
-        if constexpr (SOURCE == Q5_K)
-            return (b[48 + byte] >> nibble & 15) | (b[16 + i % 32] >> i / 32 & 1) << 4;
-        if constexpr (SOURCE == Q6_K)
-            return (b[i / 128 * 64 + i % 64] >> i / 64 % 2 * 4 & 15) |
-                   (b[128 + i / 128 * 32 + i % 32] >> i % 128 / 32 * 2 & 3) << 4;
-        if constexpr (SOURCE == Q8_0) return b[2 + i] ^ 128;
-        return b[BYTES - 16 + i % 16] >> i / 16 * 4 & 15;  // Q4_0, Q4_1
-    }
-
-    __device__ float d(int k) const { return f16_at(block(k) + (SOURCE == Q6_K ? 208 : 0)); }
-    // Q4_K and Q5_K subtract it, Q4_1 adds it.
-    __device__ float min(int k) const { return f16_at(block(k) + 2); }
-    // 6-bit scale and min of a sub-block of 32 (Q4_K, Q5_K).
-    __device__ uint2 scale_and_min(int k) const {
-        const uint8_t* b = block(k) + 4;
-        const int j = k % 256 / 32;
-        if (j < 4) return make_uint2(b[j] & 63, b[j + 4] & 63);
-        return make_uint2((b[j + 4] & 15) | b[j - 4] >> 6 << 4, b[j + 4] >> 4 | b[j] >> 6 << 4);
-    }
-    // 8-bit scale of a sub-block of 16 (Q6_K), plus 128.
-    __device__ unsigned scale(int k) const { return block(k)[192 + k % 256 / 16] ^ 128; }
-
-    // What must fit in f16 once multiplied by the row's power of two: see row_scale_factor.
-    __device__ float largest_of_block(int k) const {
-        if constexpr (FLOATS) return fabsf(value(k));
-        if constexpr (SOURCE == Q6_K) return 128.0f * fabsf(d(k));
-        if constexpr (SOURCE == Q4_K || SOURCE == Q5_K)
-            return 63.0f * fmaxf(fabsf(d(k)) * (SOURCE == Q4_K ? 1 : 2), fabsf(min(k)) / 8.0f);
-        if constexpr (SOURCE == Q4_1) return fmaxf(fabsf(d(k)), fabsf(min(k)) / 32.0f);
-        return fabsf(d(k));
-    }
-};
-
-template <int SOURCE>
-DEVICE void repack_tile(const uint8_t* source, uint8_t* packed, float* weight_scale, int rows,
-                        int cols) {
-    using Row = SourceRow<SOURCE>;
-    constexpr int FORMAT = Row::FLOATS ? F16 : SOURCE;
-    using P = Packed<FORMAT>;
-    __shared__ float factors[TILE_ROWS];
-    const int chunks = chunks_of(cols), parts = (chunks + PART_CHUNKS - 1) / PART_CHUNKS;
-    const auto row_at = [=](int r) {
-        const int row = blockIdx.x * TILE_ROWS + r;
-        return Row{source + int64_t(row) * (cols / Row::VALUES) * Row::BYTES,
-                   row < rows ? cols : 0};
-    };
-
-    for (int r = threadIdx.x / 32; r < TILE_ROWS; r += blockDim.x / 32) {
-        const Row row = row_at(r);
-        float largest = 0.0f;
-        for (int k = threadIdx.x % 32 * Row::VALUES; k < row.cols; k += 32 * Row::VALUES)
-            largest = fmaxf(largest, row.largest_of_block(k));
-        const float factor = row_scale_factor(warp_max(largest));
-        if (threadIdx.x % 32 == 0) {
-            factors[r] = factor;
-            if (row.cols)
-                weight_scale[blockIdx.x * TILE_ROWS + r] =
-                    (FORMAT == F16 ? 1.0f : P::K_SCALES ? 0x1p20f : 0x1p24f) / factor;
-        }
-    }
-    __syncthreads();
-
-    packed += blockIdx.x * P::tile_bytes(chunks);
-    for (int i = threadIdx.x; i < 32 * chunks; i += blockDim.x) {
-        const int chunk = i / 32, lane = i % 32;
-        unsigned words[P::WORDS] = {};
-        for (int r = 0; r < 2; r++) {
-            const Row row = row_at(lane / 4 + 8 * r);
-            const float factor = factors[lane / 4 + 8 * r];
-#pragma unroll
-            for (int e = 0; e < 16; e++) {
-                const int k = first_k(chunk, lane % 4) + e;
-                const int half = e / 8, pair = e / 2 % 4, side = e % 2 * 16;
-                if constexpr (FORMAT == F16) {
-                    words[8 * r + e / 2] |= half2_bits(row.value(k) * factor, 0.0f) << side;
-                } else if constexpr (FORMAT == Q8_0) {
-                    words[4 * r + e / 4] |= row.integer(k) << (side + pair % 2 * 8);
-                } else if constexpr (P::K_SCALES) {  // where rotate_left finds them: see dequantise
-                    constexpr unsigned HALF = FORMAT == Q4_K ? 8 : 16;
-                    const unsigned n = row.integer(k), negative = n < HALF;
-                    const unsigned magnitude = negative ? HALF - 1 - n : n - HALF;
-                    const int turn = 32 - 4 * pair, turn_5 = 32 - 8 * r - 4 * half - pair;
-                    words[2 * r + half] |= rotate_left(
-                        (negative << 15 | (magnitude & 7) << 4) << side, turn);
-                    if constexpr (FORMAT == Q5_K)
-                        words[4] |= rotate_left((magnitude >> 3 << 7) << side, turn_5);
-                } else {
-                    const unsigned n = row.integer(k);
-                    words[2 * r + half] |= (n & 15) << (side + 4 * pair);
-                    const int low = side + 4 + pair % 2 * 4;  // where dequantise wants upper bits
-                    if constexpr (FORMAT == Q6_K)
-                        words[4 + r] |= n >> 4 << ((low + pair / 2 * 2 + 8 * half) & 31);
-                }
-            }
-        }
-        for_pieces<FORMAT>(lane, [&](auto n, int byte, int word) {
-            unsigned* to = reinterpret_cast<unsigned*>(packed + chunk * P::CHUNK_BYTES + byte);
-            for (int i = 0; i < decltype(n)::VALUE; i++) to[i] = words[word + i];
-        });
-    }
-
-    // f16 pairs for the rows g and g + 8: a scale, or what is added.
-    const auto half2_of = [&](int g, int k, bool added) {
-        constexpr float UNIT = P::K_SCALES ? -0.125f : 0x1p-24f;
-        const Row upper = row_at(g), lower = row_at(g + 8);
-        return added ? half2_bits(upper.min(k) * factors[g] * UNIT,
-                                  lower.min(k) * factors[g + 8] * UNIT)
-                     : half2_bits(upper.d(k) * factors[g], lower.d(k) * factors[g + 8]);
-    };
-    if constexpr (P::SCALE_BYTES > 0) {
-        unsigned* scales = reinterpret_cast<unsigned*>(packed + P::scales_at(chunks));
-        constexpr int WORDS = P::SIZE.scale_words;
-        for (int i = threadIdx.x; i < parts * 32 * WORDS; i += blockDim.x) {
-            const int part = i / (32 * WORDS), lane = i / WORDS % 32, at = i % WORDS, g = lane / 4;
-            const int k = first_k(part * PART_CHUNKS + at * 4 / WORDS / 2 * 2, lane % 4);
-            const Row upper = row_at(g), lower = row_at(g + 8);
-            if constexpr (FORMAT == Q6_K) {
-                scales[i] = upper.scale(k) | upper.scale(k + 16) << 8 | lower.scale(k) << 16 |
-                            lower.scale(k + 16) << 24;
-            } else if constexpr (P::K_SCALES) {
-                const uint2 first = upper.scale_and_min(k), second = lower.scale_and_min(k);
-                scales[i] = first.x << 4 | first.y << 10 | second.x << 20 | second.y << 26;
-            } else {
-                scales[i] = half2_of(g, k, FORMAT == Q4_1 && at % 2);
-            }
-        }
-    }
-    if constexpr (P::BLOCK_BYTES > 0) {
-        unsigned* blocks = reinterpret_cast<unsigned*>(packed + P::blocks_at(chunks, parts));
-        constexpr int WORDS = P::SIZE.half2s;
-        for (int i = threadIdx.x; i < parts * 8 * WORDS; i += blockDim.x)
-            blocks[i] = half2_of(i / WORDS % 8, i / (8 * WORDS) * PART_CHUNKS * CHUNK, i % WORDS);
-    }
-}
-
-// packed tiles and weight_scale [rows] from `rows` rows of `cols` values as they lie in the file.
-// PRECOND: grid (ceil(rows / 16)), 256 threads; source 4-byte aligned; packed 128-byte aligned.
-// A block holds one tile of 16 rows. Moves the source (scales and floats twice) and the tile.
-#define REPACK(NAME, SOURCE)                                                                     \
-    KERNEL __launch_bounds__(256) linear_repack_##NAME(const uint8_t* source, uint8_t* packed,   \
-                                                       float* weight_scale, int rows, int cols) { \
-        repack_tile<SOURCE>(source, packed, weight_scale, rows, cols);                           \
-    }
-REPACK(q4_k, Q4_K)
-REPACK(q5_k, Q5_K)
-REPACK(q6_k, Q6_K)
-REPACK(q8_0, Q8_0)
-REPACK(q4_0, Q4_0)
-REPACK(q4_1, Q4_1)
-REPACK(f16, F16)
-REPACK(bf16, BF16)
-REPACK(f32, F32)
-#undef REPACK
 
 // ---------------------------------------------------------------------------------------------
 // Norms, RoPE, KV writes, activation and page copies. Memory moves once; sums have a fixed tree.
@@ -1094,6 +891,13 @@ __device__ float2 block_sum_and_max(float sum, float largest) {
     return make_float2(warp_sum(mine.x), warp_max(mine.y));
 }
 
+// Four neighbouring values.
+DEVICE float4 load4(const float* p) { return *reinterpret_cast<const float4*>(p); }
+DEVICE float4 operator*(float4 a, float4 b) {
+    return make_float4(a.x * b.x, a.y * b.y, a.z * b.z, a.w * b.w);
+}
+DEVICE float4 operator*(float4 a, float b) { return a * make_float4(b, b, b, b); }
+DEVICE float squares(float4 x) { return (x.x * x.x + x.y * x.y) + (x.z * x.z + x.w * x.w); }
 DEVICE float largest_of(float4 x) {
     return fmaxf(fmaxf(fabsf(x.x), fabsf(x.y)), fmaxf(fabsf(x.z), fabsf(x.w)));
 }
@@ -1129,17 +933,11 @@ template <typename Finish>
 __device__ void normalise_row(const float* h, const float* w, const int* rows, int cols, int pitch,
                               float eps, Finish finish) {
     h += int64_t(rows ? rows[blockIdx.x] : blockIdx.x) * pitch;
-    auto weighted = [=](int i, float factor) {
-        const float4 a = *reinterpret_cast<const float4*>(h + i);
-        const float4 b = *reinterpret_cast<const float4*>(w + i);
-        return make_float4(a.x * b.x * factor, a.y * b.y * factor, a.z * b.z * factor,
-                           a.w * b.w * factor);
-    };
+    auto weighted = [=](int i, float factor) { return load4(h + i) * load4(w + i) * factor; };
     float sum = 0.0f, largest = 0.0f;
 #pragma unroll 4
     for (int i = 4 * threadIdx.x; i < cols; i += 4 * blockDim.x) {
-        const float4 a = *reinterpret_cast<const float4*>(h + i);
-        sum += (a.x * a.x + a.y * a.y) + (a.z * a.z + a.w * a.w);
+        sum += squares(load4(h + i));
         largest = fmaxf(largest, largest_of(weighted(i, 1.0f)));
     }
     const float2 all = block_sum_and_max(sum, largest);
@@ -1176,42 +974,68 @@ KERNEL rope_angles(const int* positions, const int* rope_sets, const double* fre
     angles[int64_t(2 * row + 1) * pairs + pair] = float(sine * magnitude);
 }
 
-// Stores value d (lane d % 32 of a whole warp) of a token's K or V into its block. Values that f16
-// cannot hold are cut at its ends: a page never holds Inf or NaN, whoever reads it later.
-DEVICE void store_kv(char* block, int format, int head_dim, int token, int d, float x) {
-    const int at = token * head_dim + d;
-    if (format == KV_F32) {
-        reinterpret_cast<float*>(block)[at] = x;
+// What rope_kv and rope_latent work on: heads of q, then of K, then of V, of each row.
+struct Heads {
+    const float* angles;  // [rows, cosines | sines, rope_dim / 2]
+    char *q, *pages;      // q [rows, H, D] f16, f32 if KV is f32
+    const int *page_table, *slots, *positions;
+    Int layer, n_pages, max_pages, n_heads, n_kv_heads, head_dim, rope_dim, neox, format;
+    float eps;
+};
+
+// Where the values of a head go: rows of head_dim values from `block` on, there row `token`.
+struct HeadPlace {
+    char* block;  // null: nowhere, since the row has no slot
+    int format, token;
+};
+
+DEVICE HeadPlace place_of(const Heads& work, int row, int head, bool latent) {
+    const int kv_head = head - work.n_heads, is_v = kv_head >= work.n_kv_heads;
+    if (kv_head < 0) {
+        const bool f32 = work.format == KV_F32;
+        const int64_t at = (int64_t(row) * work.n_heads + head) * work.head_dim;
+        return {work.q + at * (f32 ? 4 : 2), f32 ? KV_F32 : KV_F16, 0};
+    }
+    const int slot = work.slots[row], position = work.positions[row];
+    if (slot < 0) return {};
+    const int page = work.page_table[int64_t(slot) * work.max_pages + position / PAGE];
+    const int bytes = kv_block_bytes(work.format, work.head_dim);
+    return {work.pages + kv_offset(work.layer, work.n_pages, page, work.n_kv_heads,
+                                   kv_head - is_v * work.n_kv_heads, bytes, latent) + is_v * bytes,
+            work.format, position % PAGE};
+}
+
+// Stores value d (lane d % 32 of a whole warp) of a head. Values that f16 cannot hold are cut at
+// its ends: a page never holds Inf or NaN, whoever reads it later.
+DEVICE void store_value(const HeadPlace& to, int head_dim, int d, float x) {
+    if (!to.block) return;
+    const int at = to.token * head_dim + d;
+    if (to.format == KV_F32) {
+        reinterpret_cast<float*>(to.block)[at] = x;
         return;
     }
     x = fminf(fmaxf(x, -F16_LARGEST), F16_LARGEST);
-    if (format == KV_F16) {
-        reinterpret_cast<__half*>(block)[at] = __float2half_rn(x);
+    if (to.format == KV_F16) {
+        reinterpret_cast<__half*>(to.block)[at] = __float2half_rn(x);
         return;
     }
     // 512 * 127 is the largest product that f16 holds
     const __half scale = __float2half_rn(fminf(__fdiv_rn(warp_max(fabsf(x)), 127.0f), 512.0f));
     const float step = __half2float(scale);
     const float n = step == 0.0f ? 0.0f : rintf(__fdiv_rn(x, step));
-    reinterpret_cast<int8_t*>(block)[at] = int8_t(fminf(fmaxf(n, -127.0f), 127.0f));
+    reinterpret_cast<int8_t*>(to.block)[at] = int8_t(fminf(fmaxf(n, -127.0f), 127.0f));
     if (d % Q8_BLOCK == 0)
-        reinterpret_cast<__half*>(block + PAGE * head_dim)[at / Q8_BLOCK] = scale;
+        reinterpret_cast<__half*>(to.block + PAGE * head_dim)[at / Q8_BLOCK] = scale;
 }
 
-// Stores a query's value: f16, or f32 where KV is.
-DEVICE void store_query(void* q, int format, int64_t at, float x) {
-    if (format == KV_F32)
-        static_cast<float*>(q)[at] = x;
-    else
-        static_cast<__half*>(q)[at] = __float2half_rn(fminf(fmaxf(x, -F16_LARGEST), F16_LARGEST));
-}
-
-// Value d of x once its pair is turned by the angle whose cosines | sines are at `angles`.
-DEVICE float rotated(const float* x, int d, const float* angles, int pairs, int neox) {
+// Value d of x once its pair is turned by the angle of a row.
+DEVICE float rotated(const float* x, int d, int row, const Heads& work) {
+    const int neox = work.neox, pairs = work.rope_dim / 2;
     const bool first = neox ? d < pairs : d % 2 == 0;
     const int pair = neox ? d % pairs : d / 2, distance = neox ? pairs : 1;
-    const float turned = x[first ? d + distance : d - distance] * angles[pairs + pair];
-    return x[d] * angles[pair] + (first ? -turned : turned);
+    const float* angles = work.angles + int64_t(row) * work.rope_dim + pair;
+    const float turned = x[first ? d + distance : d - distance] * angles[pairs];
+    return x[d] * angles[0] + (first ? -turned : turned);
 }
 
 // qkv f32 [rows, (H + 2 H_kv) D] -> q [rows, H D] f16 (f32 if KV is f32), K and V into their pages.
@@ -1219,21 +1043,17 @@ DEVICE float rotated(const float* x, int d, const float* angles, int pairs, int 
 // Gated: D gates follow each head of q; they are left to sigmoid_gate.
 // PRECOND: grid (rows, ceil((H + 2 H_kv) / 4)), 128 threads; D <= 256, for q8 in blocks of 32.
 // One warp holds one head. Moves each value once; rows with slot < 0 write no K and V.
-KERNEL rope_kv(const float* qkv, const float* angles, const float* q_norm, const float* k_norm,
-               void* q, char* pages, const int* page_table, const int* slots,
-               const int* positions, int layer, int n_pages, int max_pages, int n_heads,
-               int n_kv_heads, int head_dim, int rope_dim, int neox, int gated, int format,
-               float eps) {
+KERNEL __launch_bounds__(128, 10)
+rope_kv(const float* qkv, const float* q_norm, const float* k_norm, int gated,
+        const __grid_constant__ Heads work) {
     follow_predecessor();
     __shared__ float heads[4][Q8_BLOCK * MOST_BLOCKS];
     const int row = blockIdx.x, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    const int n_heads = work.n_heads, n_kv_heads = work.n_kv_heads, head_dim = work.head_dim;
     const int head = blockIdx.y * 4 + warp;  // q heads, then k heads, then v heads
     if (head >= n_heads + 2 * n_kv_heads) return;
     const bool is_q = head < n_heads, is_v = head >= n_heads + n_kv_heads;
-    const int slot = slots[row], position = positions[row];
-    const int page = is_q || slot < 0
-                         ? -1
-                         : page_table[int64_t(slot) * max_pages + position / PAGE];
+    const HeadPlace place = place_of(work, row, head, false);
     const float* norm = is_v ? nullptr : is_q ? q_norm : k_norm;
     const int gates = gated * n_heads, pieces = n_heads + gates + 2 * n_kv_heads;
     qkv += (int64_t(row) * pieces + head + min(head * gated, gates)) * head_dim;
@@ -1244,34 +1064,25 @@ KERNEL rope_kv(const float* qkv, const float* angles, const float* q_norm, const
         gain[i] = norm && d < head_dim ? norm[d] : 1.0f;
         sum += x[i] * x[i];
     }
-    const float inverse = norm ? rsqrtf(warp_sum(sum) / head_dim + eps) : 1.0f;
+    const float inverse = norm ? rsqrtf(warp_sum(sum) / head_dim + work.eps) : 1.0f;
     for (int i = 0; i < MOST_BLOCKS; i++) {
         x[i] = x[i] * inverse * gain[i];
         heads[warp][32 * i + lane] = x[i];
     }
     __syncwarp();
-
-    const int kv_head = head - n_heads - (is_v ? n_kv_heads : 0);
-    const int bytes = kv_block_bytes(format, head_dim);
-    char* block = pages + kv_offset(layer, n_pages, page, n_kv_heads, kv_head, bytes);
-    block += is_v ? bytes : 0;
-    angles += int64_t(row) * rope_dim;
 #pragma unroll
     for (int i = 0; i < MOST_BLOCKS; i++) {
         const int d = 32 * i + lane;
         if (d >= head_dim) break;
-        const float value = is_v || d >= rope_dim
-                                ? x[i]
-                                : rotated(heads[warp], d, angles, rope_dim / 2, neox);
-        if (is_q)
-            store_query(q, format, (int64_t(row) * n_heads + head) * head_dim + d, value);
-        else if (page >= 0)
-            store_kv(block, format, head_dim, position % PAGE, d, value);
+        const float value = is_v || d >= work.rope_dim ? x[i] : rotated(heads[warp], d, row, work);
+        store_value(place, head_dim, d, value);
     }
 }
 
 // Relative error 1e-6; 0 for large negative x, where the exponential overflows.
-DEVICE float silu(float x) { return __fdividef(x, 1.0f + __expf(-x)); }
+DEVICE float times_sigmoid(float x, float gate) { return __fdividef(x, 1.0f + __expf(-gate)); }
+DEVICE float silu(float x) { return times_sigmoid(x, x); }
+DEVICE float4 silu(float4 x) { return make_float4(silu(x.x), silu(x.y), silu(x.z), silu(x.w)); }
 
 // x[r] = silu(gate) * up: gate_up f32 [rows, 2 cols], gate first -> x f16 [rows, stride], scale.
 // PRECOND: grid (rows), 1024 threads; cols % 4 = 0; stride = cols rounded up to 128.
@@ -1280,12 +1091,7 @@ DEVICE float silu(float x) { return __fdividef(x, 1.0f + __expf(-x)); }
 KERNEL silu_mul(const float* gate_up, uint4* x, float* scale, int cols, int stride) {
     follow_predecessor();
     const float* row = gate_up + int64_t(blockIdx.x) * 2 * cols;
-    auto values = [=](int i) {
-        const float4 gate = *reinterpret_cast<const float4*>(row + i);
-        const float4 up = *reinterpret_cast<const float4*>(row + cols + i);
-        return make_float4(silu(gate.x) * up.x, silu(gate.y) * up.y, silu(gate.z) * up.z,
-                           silu(gate.w) * up.w);
-    };
+    auto values = [=](int i) { return silu(load4(row + i)) * load4(row + cols + i); };
     store_scaled_row(values, largest_in_row(values, cols), cols, stride, x, scale);
 }
 
@@ -1702,36 +1508,30 @@ DEVICE void attention_tile(const Attention& work) {
     }
 }
 
-#define ATTENTION(NAME, Q8, KW, VW, TILES, BLOCKS)                                              \
-    KERNEL __launch_bounds__(32 * (VW < KW ? LATENT_WARPS : ATTENTION_WARPS), BLOCKS)           \
-    NAME(const __grid_constant__ Attention work) {                                             \
-        follow_predecessor();                                                                  \
-        attention_tile<Q8, KW, VW, TILES>(work);                                               \
+#define ATTENTION_OF(NAME, Q8, KW, VW, TILES, BLOCKS)                                            \
+    KERNEL __launch_bounds__(32 * (VW < KW ? LATENT_WARPS : ATTENTION_WARPS), BLOCKS)            \
+    attention_##NAME(const __grid_constant__ Attention work) {                                   \
+        follow_predecessor();                                                                    \
+        attention_tile<Q8, KW, VW, TILES>(work);                                                 \
     }
-ATTENTION(attention_f16_64, false, 64, 64, 1, 4)
-ATTENTION(attention_f16_80, false, 80, 80, 1, 4)
-ATTENTION(attention_f16_96, false, 96, 96, 1, 4)
-ATTENTION(attention_f16_128, false, 128, 128, 1, 4)
-ATTENTION(attention_f16_192, false, 192, 192, 1, 3)
-ATTENTION(attention_f16_256, false, 256, 256, 1, 3)
-ATTENTION(attention_q8_64, true, 64, 64, 1, 4)
-ATTENTION(attention_q8_96, true, 96, 96, 1, 4)
-ATTENTION(attention_q8_128, true, 128, 128, 1, 4)
-ATTENTION(attention_q8_192, true, 192, 192, 1, 3)
-ATTENTION(attention_q8_256, true, 256, 256, 1, 3)
+#define ATTENTION(NAME, KW, VW, TILES, BLOCKS)                                                   \
+    ATTENTION_OF(f16_##NAME, false, KW, VW, TILES, BLOCKS)                                       \
+    ATTENTION_OF(q8_##NAME, true, KW, VW, TILES, BLOCKS)
+ATTENTION(64, 64, 64, 1, 4)
+ATTENTION(96, 96, 96, 1, 4)
+ATTENTION(128, 128, 128, 1, 4)
+ATTENTION(192, 192, 192, 1, 3)
+ATTENTION(256, 256, 256, 1, 3)
 // Twice the rows for one reading of K and V: for tiles of a prompt.
-ATTENTION(attention_f16_64_wide, false, 64, 64, 2, 2)
-ATTENTION(attention_f16_80_wide, false, 80, 80, 2, 2)
-ATTENTION(attention_f16_96_wide, false, 96, 96, 2, 3)
-ATTENTION(attention_f16_128_wide, false, 128, 128, 2, 4)
-ATTENTION(attention_q8_64_wide, true, 64, 64, 2, 2)
-ATTENTION(attention_q8_96_wide, true, 96, 96, 2, 3)
-ATTENTION(attention_q8_128_wide, true, 128, 128, 2, 4)
+ATTENTION(64_wide, 64, 64, 2, 2)
+ATTENTION(96_wide, 96, 96, 2, 3)
+ATTENTION(128_wide, 128, 128, 2, 4)
 // Latent attention: K holds V.
-ATTENTION(attention_f16_320, false, 320, 256, 1, 2)
-ATTENTION(attention_f16_576, false, 576, 512, 1, 1)
-ATTENTION(attention_q8_320, true, 320, 256, 1, 2)
-ATTENTION(attention_q8_576, true, 576, 512, 1, 1)
+ATTENTION(320, 320, 256, 1, 2)
+ATTENTION(576, 576, 512, 1, 1)
+// 80 values are no whole blocks of q8.
+ATTENTION_OF(f16_80, false, 80, 80, 1, 4)
+ATTENTION_OF(f16_80_wide, false, 80, 80, 2, 2)
 
 // Folds the stored segments of each row and head in index order: -> out f16 [rows H / row_heads,
 // stride].
@@ -1770,6 +1570,187 @@ KERNEL attention_merge(const float* part_values, const float2* part_states, uint
 }
 
 // ==== beyond the core ============================================================================
+
+// ---------------------------------------------------------------------------------------------
+// Loading: blocks as they lie in a GGUF file -> packed tiles
+// ---------------------------------------------------------------------------------------------
+
+DEVICE float f16_at(const uint8_t* p) {
+    return __half2float(*reinterpret_cast<const __half*>(p));
+}
+
+__device__ const uint4 PADDING[16] = {};  // a block of zeros
+
+// A row as it lies in the file; padding is all zeros.
+template <int SOURCE>
+struct SourceRow {
+    static constexpr int VALUES = SIZES[SOURCE].block_values, BYTES = SIZES[SOURCE].block_bytes;
+    static constexpr bool FLOATS = VALUES == 1;
+    const uint8_t* data;
+    int cols;  // 0 past the last row
+
+    __device__ const uint8_t* block(int k) const {
+        return k < cols ? data + int64_t(k / VALUES) * BYTES
+                        : reinterpret_cast<const uint8_t*>(PADDING);
+    }
+
+    __device__ float value(int k) const {  // F16, BF16, F32
+        if constexpr (SOURCE == F16) return f16_at(block(k));
+        if constexpr (SOURCE == F32) return *reinterpret_cast<const float*>(block(k));
+        return __uint_as_float(unsigned(*reinterpret_cast<const uint16_t*>(block(k))) << 16);
+    }
+
+    __device__ unsigned integer(int k) const {  // 0 .. 2^bits - 1
+        const uint8_t* b = block(k);
+        const int i = k % VALUES, byte = i / 64 * 32 + i % 32, nibble = i / 32 % 2 * 4;
+        if constexpr (SOURCE == Q4_K) return b[16 + byte] >> nibble & 15;
+        if constexpr (SOURCE == Q5_K)
+            return (b[48 + byte] >> nibble & 15) | (b[16 + i % 32] >> i / 32 & 1) << 4;
+        if constexpr (SOURCE == Q6_K)
+            return (b[i / 128 * 64 + i % 64] >> i / 64 % 2 * 4 & 15) |
+                   (b[128 + i / 128 * 32 + i % 32] >> i % 128 / 32 * 2 & 3) << 4;
+        if constexpr (SOURCE == Q8_0) return b[2 + i] ^ 128;
+        return b[BYTES - 16 + i % 16] >> i / 16 * 4 & 15;  // Q4_0, Q4_1
+    }
+
+    __device__ float d(int k) const { return f16_at(block(k) + (SOURCE == Q6_K ? 208 : 0)); }
+    // Q4_K and Q5_K subtract it, Q4_1 adds it.
+    __device__ float min(int k) const { return f16_at(block(k) + 2); }
+    // 6-bit scale and min of a sub-block of 32 (Q4_K, Q5_K).
+    __device__ uint2 scale_and_min(int k) const {
+        const uint8_t* b = block(k) + 4;
+        const int j = k % 256 / 32;
+        if (j < 4) return make_uint2(b[j] & 63, b[j + 4] & 63);
+        return make_uint2((b[j + 4] & 15) | b[j - 4] >> 6 << 4, b[j + 4] >> 4 | b[j] >> 6 << 4);
+    }
+    // 8-bit scale of a sub-block of 16 (Q6_K), plus 128.
+    __device__ unsigned scale(int k) const { return block(k)[192 + k % 256 / 16] ^ 128; }
+
+    // What must fit in f16 once multiplied by the row's power of two: see row_scale_factor.
+    __device__ float largest_of_block(int k) const {
+        if constexpr (FLOATS) return fabsf(value(k));
+        if constexpr (SOURCE == Q6_K) return 128.0f * fabsf(d(k));
+        if constexpr (SOURCE == Q4_K || SOURCE == Q5_K)
+            return 63.0f * fmaxf(fabsf(d(k)) * (SOURCE == Q4_K ? 1 : 2), fabsf(min(k)) / 8.0f);
+        if constexpr (SOURCE == Q4_1) return fmaxf(fabsf(d(k)), fabsf(min(k)) / 32.0f);
+        return fabsf(d(k));
+    }
+};
+
+template <int SOURCE>
+DEVICE void repack_tile(const uint8_t* source, uint8_t* packed, float* weight_scale, int rows,
+                        int cols) {
+    using Row = SourceRow<SOURCE>;
+    constexpr int FORMAT = Row::FLOATS ? F16 : SOURCE;
+    using P = Packed<FORMAT>;
+    __shared__ float factors[TILE_ROWS];
+    const int chunks = chunks_of(cols), parts = (chunks + PART_CHUNKS - 1) / PART_CHUNKS;
+    const auto row_at = [=](int r) {
+        const int row = blockIdx.x * TILE_ROWS + r;
+        return Row{source + int64_t(row) * (cols / Row::VALUES) * Row::BYTES,
+                   row < rows ? cols : 0};
+    };
+
+    for (int r = threadIdx.x / 32; r < TILE_ROWS; r += blockDim.x / 32) {
+        const Row row = row_at(r);
+        float largest = 0.0f;
+        for (int k = threadIdx.x % 32 * Row::VALUES; k < row.cols; k += 32 * Row::VALUES)
+            largest = fmaxf(largest, row.largest_of_block(k));
+        const float factor = row_scale_factor(warp_max(largest));
+        if (threadIdx.x % 32 == 0) {
+            factors[r] = factor;
+            if (row.cols)
+                weight_scale[blockIdx.x * TILE_ROWS + r] =
+                    (FORMAT == F16 ? 1.0f : P::K_SCALES ? 0x1p20f : 0x1p24f) / factor;
+        }
+    }
+    __syncthreads();
+
+    packed += blockIdx.x * P::tile_bytes(chunks);
+    for (int i = threadIdx.x; i < 32 * chunks; i += blockDim.x) {
+        const int chunk = i / 32, lane = i % 32;
+        unsigned words[P::WORDS] = {};
+        for (int r = 0; r < 2; r++) {
+            const Row row = row_at(lane / 4 + 8 * r);
+            const float factor = factors[lane / 4 + 8 * r];
+#pragma unroll
+            for (int e = 0; e < 16; e++) {
+                const int k = first_k(chunk, lane % 4) + e;
+                const int half = e / 8, pair = e / 2 % 4, side = e % 2 * 16;
+                if constexpr (FORMAT == F16) {
+                    words[8 * r + e / 2] |= half2_bits(row.value(k) * factor, 0.0f) << side;
+                } else if constexpr (FORMAT == Q8_0) {
+                    words[4 * r + e / 4] |= row.integer(k) << (side + pair % 2 * 8);
+                } else if constexpr (P::K_SCALES) {  // where rotate_left finds them: see dequantise
+                    constexpr unsigned HALF = FORMAT == Q4_K ? 8 : 16;
+                    const unsigned n = row.integer(k), negative = n < HALF;
+                    const unsigned magnitude = negative ? HALF - 1 - n : n - HALF;
+                    const int turn = 32 - 4 * pair, turn_5 = 32 - 8 * r - 4 * half - pair;
+                    words[2 * r + half] |= rotate_left(
+                        (negative << 15 | (magnitude & 7) << 4) << side, turn);
+                    if constexpr (FORMAT == Q5_K)
+                        words[4] |= rotate_left((magnitude >> 3 << 7) << side, turn_5);
+                } else {
+                    const unsigned n = row.integer(k);
+                    words[2 * r + half] |= (n & 15) << (side + 4 * pair);
+                    const int low = side + 4 + pair % 2 * 4;  // where dequantise wants upper bits
+                    if constexpr (FORMAT == Q6_K)
+                        words[4 + r] |= n >> 4 << ((low + pair / 2 * 2 + 8 * half) & 31);
+                }
+            }
+        }
+        for_pieces<FORMAT>(lane, [&](auto n, int byte, int word) {
+            unsigned* to = reinterpret_cast<unsigned*>(packed + chunk * P::CHUNK_BYTES + byte);
+            for (int i = 0; i < n; i++) to[i] = words[word + i];
+        });
+    }
+
+    // f16 pairs for the rows g and g + 8: a scale, or what is added.
+    const auto half2_of = [&](int g, int k, bool added) {
+        constexpr float UNIT = P::K_SCALES ? -0.125f : 0x1p-24f;
+        const Row upper = row_at(g), lower = row_at(g + 8);
+        return added ? half2_bits(upper.min(k) * factors[g] * UNIT,
+                                  lower.min(k) * factors[g + 8] * UNIT)
+                     : half2_bits(upper.d(k) * factors[g], lower.d(k) * factors[g + 8]);
+    };
+    if constexpr (P::SCALE_BYTES > 0) {
+        unsigned* scales = reinterpret_cast<unsigned*>(packed + P::scales_at(chunks));
+        constexpr int WORDS = P::SIZE.scale_words;
+        for (int i = threadIdx.x; i < parts * 32 * WORDS; i += blockDim.x) {
+            const int part = i / (32 * WORDS), lane = i / WORDS % 32, at = i % WORDS, g = lane / 4;
+            const int k = first_k(part * PART_CHUNKS + at * 4 / WORDS / 2 * 2, lane % 4);
+            const Row upper = row_at(g), lower = row_at(g + 8);
+            if constexpr (FORMAT == Q6_K) {
+                scales[i] = upper.scale(k) | upper.scale(k + 16) << 8 | lower.scale(k) << 16 |
+                            lower.scale(k + 16) << 24;
+            } else if constexpr (P::K_SCALES) {
+                const uint2 first = upper.scale_and_min(k), second = lower.scale_and_min(k);
+                scales[i] = first.x << 4 | first.y << 10 | second.x << 20 | second.y << 26;
+            } else {
+                scales[i] = half2_of(g, k, FORMAT == Q4_1 && at % 2);
+            }
+        }
+    }
+    if constexpr (P::BLOCK_BYTES > 0) {
+        unsigned* blocks = reinterpret_cast<unsigned*>(packed + P::blocks_at(chunks, parts));
+        constexpr int WORDS = P::SIZE.half2s;
+        for (int i = threadIdx.x; i < parts * 8 * WORDS; i += blockDim.x)
+            blocks[i] = half2_of(i / WORDS % 8, i / (8 * WORDS) * PART_CHUNKS * CHUNK, i % WORDS);
+    }
+}
+
+// packed tiles and weight_scale [rows] from `rows` rows of `cols` values as they lie in the file.
+// PRECOND: grid (ceil(rows / 16)), 256 threads; source 4-byte aligned; packed 128-byte aligned.
+// A block holds one tile of 16 rows. Moves the source (scales and floats twice) and the tile.
+#define REPACK(SOURCE)                                                                           \
+    KERNEL __launch_bounds__(256) linear_repack_##SOURCE(                                        \
+        const uint8_t* source, uint8_t* packed, float* weight_scale, int rows, int cols) {       \
+        repack_tile<SOURCE>(source, packed, weight_scale, rows, cols);                           \
+    }
+REPACK(Q4_K) REPACK(Q5_K) REPACK(Q6_K)
+REPACK(Q8_0) REPACK(Q4_0) REPACK(Q4_1)
+REPACK(F16) REPACK(BF16) REPACK(F32)
+#undef REPACK
 
 // ---------------------------------------------------------------------------------------------
 // Attention over f32 KV: no tensor cores, no promise of speed, nothing is split
@@ -1834,7 +1815,7 @@ KERNEL scale_rows(const float* from, uint4* x, float* scale, int cols, int heads
     follow_predecessor();
     const int row = blockIdx.x / heads, head = blockIdx.x % heads;
     const float* piece = from + int64_t(row) * cols + head * pitch;
-    auto values = [=](int i) { return *reinterpret_cast<const float4*>(piece + i); };
+    auto values = [=](int i) { return load4(piece + i); };
     store_scaled_row(values, largest_in_row(values, width), width, stride, x, scale);
 }
 
@@ -1843,35 +1824,25 @@ KERNEL scale_rows(const float* from, uint4* x, float* scale, int cols, int heads
 // key the last R + D columns of kv_a, RMSNorm over R of them, the others rotated.
 // PRECOND: grid (rows, ceil((H + 1) / 4)), 128 threads; R + D, for q8, in blocks of 32.
 // One warp holds one head. Moves each value once or twice; rows with slot < 0 write no key.
-KERNEL rope_latent(const float* content, const float* q, const float* kv_a, const float* angles,
-                   const float* kv_norm, void* out, char* pages, const int* page_table,
-                   const int* slots, const int* positions, int layer, int n_pages, int max_pages,
-                   int n_heads, int q_cols, int key_dim, int kv_cols, int rank, int rope_dim,
-                   int neox, int format, float eps) {
+KERNEL rope_latent(const float* content, const float* q, const float* kv_a, const float* kv_norm,
+                   int q_cols, int kv_cols, int key_dim, const __grid_constant__ Heads work) {
     follow_predecessor();
     const int row = blockIdx.x, lane = threadIdx.x & 31, head = blockIdx.y * 4 + threadIdx.x / 32;
+    const int n_heads = work.n_heads, head_dim = work.head_dim, rank = head_dim - work.rope_dim;
     if (head > n_heads) return;
     const bool is_key = head == n_heads;
-    const int head_dim = rank + rope_dim, slot = slots[row], position = positions[row];
+    const HeadPlace place = place_of(work, row, head, true);
     const float* plain = is_key ? kv_a + int64_t(row + 1) * kv_cols - head_dim
                                 : content + (int64_t(row) * n_heads + head) * rank;
-    const float* turned =
-        is_key ? plain + rank : q + int64_t(row) * q_cols + (head + 1) * key_dim - rope_dim;
-    angles += int64_t(row) * rope_dim;
+    const float* turned = is_key ? plain + rank
+                                 : q + int64_t(row) * q_cols + (head + 1) * key_dim - work.rope_dim;
     float sum = 0.0f;
     for (int d = lane; is_key && d < rank; d += 32) sum += plain[d] * plain[d];
-    const float inverse = rsqrtf(warp_sum(sum) / rank + eps);
-    const int page =
-        is_key && slot >= 0 ? page_table[int64_t(slot) * max_pages + position / PAGE] : -1;
-    char* block = pages + kv_offset(layer, n_pages, page, 1, 0, kv_block_bytes(format, head_dim),
-                                    true);
+    const float inverse = rsqrtf(warp_sum(sum) / rank + work.eps);
     for (int d = lane; d < head_dim; d += 32) {
-        float value = d < rank ? plain[d] : rotated(turned, d - rank, angles, rope_dim / 2, neox);
+        float value = d < rank ? plain[d] : rotated(turned, d - rank, row, work);
         if (is_key && d < rank) value *= inverse * kv_norm[d];
-        if (!is_key)
-            store_query(out, format, (int64_t(row) * n_heads + head) * head_dim + d, value);
-        else if (page >= 0)
-            store_kv(block, format, head_dim, position % PAGE, d, value);
+        store_value(place, head_dim, d, value);
     }
 }
 
@@ -1886,8 +1857,8 @@ KERNEL sigmoid_gate(uint4* x, const float* qkv, int cols, int stride, int qkv_co
     __half2* values = reinterpret_cast<__half2*>(x + piece_at(row, column, stride / CHUNK));
     for (int i = 0; i < 4; i++) {
         const float2 v = __half22float2(values[i]);
-        values[i] = __floats2half2_rn(__fdividef(v.x, 1.0f + __expf(-gate[2 * i])),
-                                      __fdividef(v.y, 1.0f + __expf(-gate[2 * i + 1])));
+        values[i] = __floats2half2_rn(times_sigmoid(v.x, gate[2 * i]),
+                                      times_sigmoid(v.y, gate[2 * i + 1]));
     }
 }
 
@@ -2386,7 +2357,7 @@ DEVICE void with_item(const LinearExperts& work, Body body) {
     Place place = place_in(work.linear.stack, blockIdx.x);
     with_format(place.format, [&](auto format) {
         const int tiles = (place.rows + TILE_ROWS - 1) / TILE_ROWS;
-        using P = Packed<decltype(format)::VALUE>;
+        using P = Packed<format>;
         place.packed += P::tile_bytes(product.chunks) * tiles * item.x;
         body(format, product, place,
              ScatteredRows{work.pairs, item.y, work.heads, item.z - 1, work.per_x});
@@ -2403,7 +2374,7 @@ linear_experts_8(const __grid_constant__ LinearExperts work) {
     __shared__ float sums[2][FEW_SUMS<EXPERT_WARPS>];
     let_successor_start();
     with_item<8>(work, [&](auto format, const Product& product, const Place& place, auto rows) {
-        linear_few<decltype(format)::VALUE, 1, 6, EXPERT_WARPS>(product, place, rows, sums);
+        linear_few<format, 1, 6, EXPERT_WARPS>(product, place, rows, sums);
     });
 }
 
@@ -2412,7 +2383,7 @@ KERNEL __launch_bounds__(SomeRows::THREADS, 2)
 linear_experts_some(const __grid_constant__ LinearExperts work) {
     extern __shared__ __align__(128) uint8_t shared[];
     with_item<32>(work, [&](auto format, const Product& product, const Place& place, auto rows) {
-        linear_staged<decltype(format)::VALUE, SomeRows>(product, place, rows, 0, shared);
+        linear_staged<format, SomeRows>(product, place, rows, 0, shared);
     });
 }
 
@@ -2429,7 +2400,7 @@ KERNEL combine(const float* y, const int* experts, const float* weights, const f
     for (int pair = row * k; pair < row * k + k; pair++)
         if (experts[pair] >= 0) total += weights[pair] * y[int64_t(pair) * cols + column];
     const int64_t at = int64_t(row) * cols + column, gate = int64_t(row + 1) * n_logits - 1;
-    if (shared) total += logits ? shared[at] / (1.0f + expf(-logits[gate])) : shared[at];
+    if (shared) total += logits ? times_sigmoid(shared[at], logits[gate]) : shared[at];
     h[at] += total;
 }
 
@@ -2459,8 +2430,6 @@ struct DeltaNet {
         return state(slot) + v_heads * DELTA_DIM * DELTA_DIM + position % ring * record_values;
     }
 };
-
-DEVICE float sigmoid(float x) { return __fdividef(1.0f, 1.0f + __expf(-x)); }
 
 // c of every row: silu of the causal convolution of u, q and k brought to length 1 per head, q then
 // divided by sqrt(d); beta = sigmoid(beta), decay = exp(decay softplus(alpha + dt)).
@@ -2495,7 +2464,7 @@ KERNEL delta_conv(const __grid_constant__ DeltaNet work) {
     const float alpha = gates[work.v_heads] + work.dt[v_head];
     const float softplus = fmaxf(alpha, 0.0f) + log1pf(expf(-fabsf(alpha)));
     c += work.channels() + v_head;
-    c[0] = sigmoid(gates[0]);
+    c[0] = times_sigmoid(1.0f, gates[0]);
     c[work.v_heads] = expf(work.decay[v_head] * softplus);
 }
 
@@ -2506,7 +2475,7 @@ constexpr int DELTA_WARPS = DELTA_DIM / (4 * DELTA_COLUMNS);  // that hold S of 
 
 DEVICE void load_part(float (&x)[DELTA_VALUES], const float* from) {
     for (int i = 0; i < DELTA_VALUES; i += 4)
-        *reinterpret_cast<float4*>(x + i) = *reinterpret_cast<const float4*>(from + 8 * i);
+        *reinterpret_cast<float4*>(x + i) = load4(from + 8 * i);
 }
 DEVICE float part_product(const float (&a)[DELTA_VALUES], const float (&b)[DELTA_VALUES]) {
     float even = 0.0f, odd = 0.0f;  // two chains: a product waits for the one before it
@@ -2521,9 +2490,7 @@ DEVICE float sum_of_parts(float x) {
 
 // What a lane needs of a token.
 struct DeltaToken {
-    float k[DELTA_VALUES], q[DELTA_VALUES];
-    float2 v;
-    float beta, decay;
+    float k[DELTA_VALUES], q[DELTA_VALUES], v[DELTA_COLUMNS], beta, decay;
 };
 
 // Per span and v head: S takes the pending tokens from their records, then the rows, each of which
@@ -2545,11 +2512,11 @@ KERNEL __launch_bounds__(DELTA_THREADS) delta_rule(const __grid_constant__ Delta
     const int n_k = work.k_heads * DELTA_DIM, n_v = work.v_heads * DELTA_DIM;
     const int at_k = k_head * DELTA_DIM + 4 * part;  // at_v: column at_v % DELTA_DIM of the head
     float* o = work.o + int64_t(first) * n_v + at_v;
-    auto store_o = [&](int row, float2 x) {
-        if (part == 0) *reinterpret_cast<float2*>(o + row * n_v) = x;
+    auto store_o = [&](int row, const float (&x)[DELTA_COLUMNS]) {
+        if (part == 0) *reinterpret_cast<float2*>(o + row * n_v) = make_float2(x[0], x[1]);
     };
     if (slot < 0) {
-        for (int row = 0; row < rows; row++) store_o(row, make_float2(0.0f, 0.0f));
+        for (int row = 0; row < rows; row++) store_o(row, {});
         return;
     }
     float* state = work.state(slot) + at_v * DELTA_DIM + 4 * part;
@@ -2559,8 +2526,7 @@ KERNEL __launch_bounds__(DELTA_THREADS) delta_rule(const __grid_constant__ Delta
     auto store_state = [&] {
         for (int j = 0; j < DELTA_COLUMNS; j++)
             for (int i = 0; i < DELTA_VALUES; i += 4)
-                *reinterpret_cast<float4*>(state + j * DELTA_DIM + 8 * i) =
-                    *reinterpret_cast<const float4*>(s[j] + i);
+                *reinterpret_cast<float4*>(state + j * DELTA_DIM + 8 * i) = load4(s[j] + i);
     };
     // The token `t` rows behind the first one. From k on, a record is like a row of c; what it has
     // in place of q is not used.
@@ -2572,7 +2538,7 @@ KERNEL __launch_bounds__(DELTA_THREADS) delta_rule(const __grid_constant__ Delta
         DeltaToken token;
         load_part(token.q, q + at_k);
         load_part(token.k, k + at_k);
-        token.v = *reinterpret_cast<const float2*>(v + at_v);
+        *reinterpret_cast<float2*>(token.v) = *reinterpret_cast<const float2*>(v + at_v);
         token.beta = gates[0], token.decay = gates[work.v_heads];
         return token;
     };
@@ -2589,10 +2555,10 @@ KERNEL __launch_bounds__(DELTA_THREADS) delta_rule(const __grid_constant__ Delta
         for (int j = 0; j < DELTA_COLUMNS; j++) known[j] = part_product(s[j], token.k);
         for (float& x : known) x = sum_of_parts(x);
         for (float& x : out) x = sum_of_parts(x);
-        if (t > 0) store_o(t - 1, make_float2(out[0], out[1]));
+        if (t > 0) store_o(t - 1, out);
         for (int j = 0; j < DELTA_COLUMNS; j++) {
-            const float delta = __fmul_rn(
-                token.beta, fmaf(-token.decay, known[j], j == 0 ? token.v.x : token.v.y));
+            const float delta =
+                __fmul_rn(token.beta, fmaf(-token.decay, known[j], token.v[j]));
             for (int i = 0; i < DELTA_VALUES; i++)
                 s[j][i] = fmaf(token.k[i], delta, __fmul_rn(token.decay, s[j][i]));
             out[j] = part_product(s[j], token.q);
@@ -2600,7 +2566,7 @@ KERNEL __launch_bounds__(DELTA_THREADS) delta_rule(const __grid_constant__ Delta
         if (t == -1 && !commits) store_state();
     }
     for (float& x : out) x = sum_of_parts(x);
-    store_o(rows - 1, make_float2(out[0], out[1]));
+    store_o(rows - 1, out);
     if (commits) store_state();
 
     const int kept = commits ? min(rows, work.width - 1) : rows;
@@ -2624,13 +2590,9 @@ KERNEL delta_norm(const float* o, const float* z, const float* norm, uint4* x, f
     o += int64_t(blockIdx.x) * cols;
     z += int64_t(blockIdx.x) * u_stride;
     auto values = [=](int i) {
-        const float4 a = *reinterpret_cast<const float4*>(o + i);
-        const float4 gate = *reinterpret_cast<const float4*>(z + i);
-        const float4 w = *reinterpret_cast<const float4*>(norm + i % DELTA_DIM);
-        const float squares = warp_sum((a.x * a.x + a.y * a.y) + (a.z * a.z + a.w * a.w));
-        const float inverse = rsqrtf(squares / DELTA_DIM + eps);
-        return make_float4(a.x * inverse * w.x * silu(gate.x), a.y * inverse * w.y * silu(gate.y),
-                           a.z * inverse * w.z * silu(gate.z), a.w * inverse * w.w * silu(gate.w));
+        const float4 head = load4(o + i);
+        const float inverse = rsqrtf(warp_sum(squares(head)) / DELTA_DIM + eps);
+        return head * inverse * load4(norm + i % DELTA_DIM) * silu(load4(z + i));
     };
     store_scaled_row(values, largest_in_row(values, cols), cols, cols, x, scale);
 }

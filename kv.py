@@ -83,6 +83,17 @@ class Batch:
         return (rows, tiles, spans) if n == len(self.logit_rows) and rows and tiles else None
 
 
+def state_layout(cfg, pending):
+    """Recurrent state of a sequence in one layer: values of its matrices, then places in the ring
+    of recent tokens and values of each, see States in reference.py. A step leaves at most `pending`
+    tokens pending: the ring holds those and those that become so, or those and what the
+    convolution looks back at."""
+    matrix = cfg.delta_v_heads * cfg.delta_dim ** 2
+    ring = max(2 * pending, pending + cfg.conv_width - 1)
+    no_q = cfg.delta_channels - cfg.delta_k_heads * cfg.delta_dim
+    return matrix, ring, cfg.delta_channels + no_q + 2 * cfg.delta_v_heads
+
+
 class PagePool:
     """Reference-counted pages. A page with no holder is free."""
 

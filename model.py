@@ -14,6 +14,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
 from gguf_file import MAX_POSITION, REQUIRED, Tensor, can_dequantise
+from kv import state_layout
 
 # ---- Config: the numbers of a model --------------------------------------------------------------
 
@@ -162,10 +163,8 @@ class Config:
 
     def state_bytes(self, pending):
         """Bytes of one sequence's state in all layers, with room for `pending` pending tokens."""
-        heads, dim = self.delta_v_heads, self.delta_dim
-        record = 2 * self.delta_channels + 2 * heads - self.delta_k_heads * dim
-        ring = max(2 * pending, pending + self.conv_width - 1)
-        return 4 * self.n_state_layers * (heads * dim * dim + ring * record)
+        matrix, ring, record = state_layout(self, pending)
+        return 4 * self.n_state_layers * (matrix + ring * record)
 
 
 def read_heads(gguf, key, latent, n_embd):

@@ -23,7 +23,7 @@ from gguf import quants
 
 import sampling
 from errors import RequestError
-from kv import PAGE
+from kv import PAGE, state_layout
 
 ROWS = 8  # token rows of the product that defines the bits
 TILES = 64, 32, 16, ROWS  # token rows of one BLAS call, where they are safe
@@ -68,6 +68,15 @@ class Routes:
     weights: np.ndarray
 
 
+def quiet(table):
+    """No method of the class `table` warns of overflow or NaN: those are results like others."""
+    for name, method in list(vars(table).items()):
+        if callable(method):
+            setattr(table, name, np.errstate(over="ignore", invalid="ignore")(method))
+    return table
+
+
+@quiet
 class Reference:
     """The op table on NumPy arrays of one dtype."""
     name = card_name = "cpu"
@@ -137,12 +146,6 @@ class Reference:
     steps_ahead = 0  # a result is there when an op returns
     captures = False
 
-    def upload_batch(self, batch):
-        return batch
-
-    def upload_draws(self, draws):
-        return draws
-
     def adjust(self, slot, table, n_slots):
         """Penalties and bias of the sequence in `slot`: sampling.ADJUSTMENT [n_vocab]."""
         self.adjustments[slot] = table
@@ -155,6 +158,8 @@ class Reference:
 
     def download(self, array):
         return array
+
+    upload_batch = upload_draws = download
 
     def download_row(self, array, row):
         return array[row]
@@ -195,7 +200,6 @@ class Reference:
             h[real] = dequantised(table.tensors[0], batch.tokens[real], self.dtype)
         return h
 
-    @np.errstate(over="ignore", invalid="ignore")
     def rmsnorm(self, h, weight, eps, rows=None):
         """x = h / sqrt(mean(h^2) + eps) * weight, of all rows or of those in `rows`.
 
@@ -215,7 +219,6 @@ class Reference:
         pitch = pitch or values.shape[1]
         return np.ascontiguousarray(values[:, :heads * pitch].reshape(-1, pitch)[:, :width])
 
-    @np.errstate(over="ignore", invalid="ignore")
     def linear(self, x, w, out=None):
         """y [rows, w.rows] = x [rows, w.cols] times the rows of w, plus its bias; in `out`, if any.
         """
@@ -244,7 +247,6 @@ class Reference:
             out[at:at + size] = (np.ascontiguousarray(tile) @ weight)[:left]
             at += size
 
-    @np.errstate(over="ignore", invalid="ignore")
     def linear_add(self, x, w, h):
         """h += x times the rows of w, in place."""
         h += self.linear(x, w)
@@ -255,7 +257,6 @@ class Reference:
         angle = batch.positions[:, None].astype(np.float64) * inverse
         return (np.stack([np.cos(angle), np.sin(angle)], 1) * cfg.rope_magnitude).astype(self.dtype)
 
-    @np.errstate(over="ignore", invalid="ignore")
     def rope_kv(self, qkv, angles, q_norm, k_norm, cfg, layer, kv, batch):
         """Split qkv [rows, (heads + 2 kv heads) head_dim], norm and rotate q and k, store K and V.
 
@@ -271,7 +272,6 @@ class Reference:
         kv.store_rows(layer, batch, rotate(k, angles, cfg.rope_neox), v)
         return rotate(q, angles, cfg.rope_neox)
 
-    @np.errstate(over="ignore", invalid="ignore")
     def rope_latent(self, content, q, kv_a, angles, kv_norm, cfg, layer, kv, batch):
         """Queries and key of latent attention, whose key holds the value: rank = cfg.value_dim.
 
@@ -288,7 +288,6 @@ class Reference:
             rotate(key[..., rank:], angles, cfg.rope_neox)], axis=-1))
         return np.concatenate([content.reshape(of_heads), rotate(q, angles, cfg.rope_neox)], -1)
 
-    @np.errstate(over="ignore", invalid="ignore")
     def attention(self, q, cfg, layer, kv, batch):
         """x [rows, heads * head_dim]: softmax(q K^T * attn_scale) V over positions 0..own.
 
@@ -303,13 +302,14 @@ class Reference:
 
     def attend(self, q, position, pages, cfg, layer, kv):
         """One tile: q [rows, heads, head_dim] of tokens at `position`, position + 1, ..."""
-        group, real = cfg.n_heads // cfg.n_kv_heads, len(q) * cfg.n_heads // cfg.n_kv_heads
+        kv_heads, group = cfg.n_kv_heads, cfg.n_heads // cfg.n_kv_heads
+        real = len(q) * group
         padded = -(-real // ROWS) * ROWS
         # A row is a (token, head of the group) pair; tiles of 8 rows, as everywhere.
-        queries = np.zeros((cfg.n_kv_heads, padded, cfg.head_dim), self.dtype)
-        queries[:, :real] = (q.reshape(len(q), cfg.n_kv_heads, group, cfg.head_dim)
-                             .swapaxes(0, 1).reshape(cfg.n_kv_heads, real, cfg.head_dim))
-        queries = queries.reshape(cfg.n_kv_heads, -1, ROWS, cfg.head_dim)
+        queries = np.zeros((kv_heads, padded, cfg.head_dim), self.dtype)
+        queries[:, :real] = (q.reshape(len(q), kv_heads, group, -1).swapaxes(0, 1)
+                             .reshape(kv_heads, real, -1))
+        queries = queries.reshape(kv_heads, -1, ROWS, cfg.head_dim)
         own = position + np.arange(padded).reshape(-1, ROWS) // group  # position of each row
         sums = (*queries.shape[:-1], cfg.value_dim)
         total = Softmax(sums, self.dtype)
@@ -326,17 +326,15 @@ class Reference:
                 segment.add(np.where(visible, scores, -np.inf).astype(self.dtype),
                             np.where(finite, value, 0)[:, None])
             total.merge(segment)
-        x = total.result().reshape(cfg.n_kv_heads, padded, cfg.value_dim)[:, :real]
-        return (x.reshape(cfg.n_kv_heads, len(q), group, cfg.value_dim)
-                .swapaxes(0, 1).reshape(len(q), cfg.n_heads, cfg.value_dim))
+        x = total.result().reshape(kv_heads, padded, -1)[:, :real]
+        x = x.reshape(kv_heads, len(q), group, -1).swapaxes(0, 1)
+        return x.reshape(len(q), cfg.n_heads, -1)
 
-    @np.errstate(over="ignore", invalid="ignore")
     def sigmoid_gate(self, x, qkv, cfg):
         """x [rows, heads * head_dim] times the sigmoid of the gates in qkv, see rope_kv."""
         gate = qkv[:, :2 * x.shape[1]].reshape(len(x), cfg.n_heads, 2, cfg.head_dim)[:, :, 1]
-        return x / (1 + np.exp(-gate.reshape(x.shape)))
+        return times_sigmoid(x, gate.reshape(x.shape))
 
-    @np.errstate(over="ignore", invalid="ignore")
     def delta_conv(self, u, mixer, cfg, layer, kv, batch):
         """c [rows, delta_channels + 2 H_v] of u = q | k | v | z | beta | alpha [rows, .].
 
@@ -360,10 +358,9 @@ class Reference:
         length[:, 2 * cfg.delta_k_heads:] = 1  # v stays as it is
         beta, alpha = np.split(u[:, -2 * cfg.delta_v_heads:], 2, axis=1)
         softplus = np.logaddexp(self.dtype.type(0), alpha + mixer.dt)
-        return np.concatenate([(heads / length).reshape(-1, channels), 1 / (1 + np.exp(-beta)),
+        return np.concatenate([(heads / length).reshape(-1, channels), times_sigmoid(1, beta),
                                np.exp(mixer.decay * softplus)], axis=1)
 
-    @np.errstate(over="ignore", invalid="ignore")
     def delta_rule(self, u, c, cfg, layer, kv, batch):
         """o [rows, H_v d] = S^T q, S being the state of each v head after the row's own token.
 
@@ -390,20 +387,17 @@ class Reference:
             recent[(position + kept) % states.ring] = records[first + kept]
         return o.reshape(len(u), -1)
 
-    @np.errstate(over="ignore", invalid="ignore")
     def delta_norm(self, o, u, norm, cfg):
         """x [rows, H_v d] = rmsnorm of each head of o, times silu(z); z lies in u behind v."""
         heads = o.reshape(len(o), cfg.delta_v_heads, cfg.delta_dim)
         z = u[:, cfg.delta_channels:cfg.delta_channels + o.shape[1]]
         return self.rmsnorm(heads, norm, cfg.rms_eps).reshape(o.shape) * silu(z)
 
-    @np.errstate(over="ignore", invalid="ignore")
     def silu_mul(self, gate_up):
         """x [rows, F] = silu(gate) * up of gate_up [rows, 2F], gate first."""
         gate, up = np.split(gate_up, 2, axis=-1)
         return silu(gate) * up
 
-    @np.errstate(over="ignore", invalid="ignore")
     def route(self, logits, bias, cfg, batch):
         """Routes of each row: its n_experts_used best by probability + bias, ties to the lower one.
 
@@ -412,7 +406,7 @@ class Reference:
         """
         logits = logits[:, :cfg.n_experts]
         if cfg.router_sigmoid:
-            probability = 1 / (1 + np.exp(-logits))
+            probability = times_sigmoid(1, logits)
         else:
             power = np.exp(logits - logits.max(axis=-1, keepdims=True))
             probability = power / power.sum(axis=-1, keepdims=True)
@@ -447,7 +441,6 @@ class Reference:
         """y [rows, heads * n] = row r * heads + h of x times the rows of head h."""
         return np.concatenate([self.linear(x[h::len(w)], head) for h, head in enumerate(w)], axis=1)
 
-    @np.errstate(over="ignore", invalid="ignore")
     def combine(self, y, routes, shared, logits, h):
         """h += what a row's experts gave, by weight, in index order, then the shared expert.
 
@@ -458,7 +451,7 @@ class Reference:
         for i in range(y.shape[1]):
             total += routes.weights[:, i, None] * y[:, i]
         if shared is not None:
-            total += shared if logits is None else shared / (1 + np.exp(-logits[:, -1:]))
+            total += shared if logits is None else times_sigmoid(shared, logits[:, -1:])
         h += total
 
     def sample(self, logits, draws, batch):
@@ -547,18 +540,15 @@ class Pages:
         return sum(array.nbytes for array in self.arrays)
 
     def store_rows(self, layer, batch, *key_value):
-        """Write K and V (or K alone) [rows, kv heads, head_dim] of the rows that have a slot."""
-        real = batch.slots >= 0
-        positions = batch.positions[real]
-        pages = batch.page_table[batch.slots[real], positions // PAGE]
-        self.store(layer, pages, positions % PAGE, *(x[real] for x in key_value))
-
-    def store(self, layer, pages, offsets, *key_value):
-        """Write K and V [rows, kv heads, head_dim] of tokens to their page and place in it.
+        """Write K and V (or K alone) [rows, kv heads, head_dim] of the rows that have a slot.
 
         f16 and q8 hold no more than F16_LARGEST either way; NaN becomes -F16_LARGEST.
         """
+        real = batch.slots >= 0
+        positions = batch.positions[real]
+        pages, offsets = batch.page_table[batch.slots[real], positions // PAGE], positions % PAGE
         for kind, x in enumerate(key_value):
+            x = x[real]
             if self.format != "f32":
                 x = np.fmin(np.fmax(x, -F16_LARGEST), F16_LARGEST)
             if self.scales is not None:
@@ -586,14 +576,12 @@ class States:
     """
 
     def __init__(self, cfg, n_states, pending, dtype):
-        self.ring = max(2 * pending, pending + cfg.conv_width - 1)
-        heads, dim, layers = cfg.delta_v_heads, cfg.delta_dim, cfg.n_state_layers
-        record = 2 * cfg.delta_channels - cfg.delta_k_heads * dim + 2 * heads
-        split = heads * dim * dim
-        self.data = np.zeros((n_states, layers, split + self.ring * record), dtype)
+        split, self.ring, record = state_layout(cfg, pending)
+        slots = n_states, cfg.n_state_layers
+        self.data = np.zeros((*slots, split + self.ring * record), dtype)
         self.nbytes = self.data.nbytes
-        self.matrix = self.data[..., :split].reshape(n_states, layers, heads, dim, dim)
-        self.recent = self.data[..., split:].reshape(n_states, layers, self.ring, record)
+        self.matrix = self.data[..., :split].reshape(*slots, -1, cfg.delta_dim, cfg.delta_dim)
+        self.recent = self.data[..., split:].reshape(*slots, self.ring, record)
 
 
 def of_v_heads(x, cfg):
@@ -625,8 +613,12 @@ def quantise_q8(x):
     return values.reshape(x.shape), scale
 
 
+def times_sigmoid(x, gate):
+    return x / (1 + np.exp(-gate))  # exp(-gate) = inf gives the right limit, zero
+
+
 def silu(x):
-    return x / (1 + np.exp(-x))  # exp(-x) = inf gives the right limit, zero
+    return times_sigmoid(x, x)
 
 
 def rotate(x, angles, neox):

@@ -135,7 +135,7 @@ def examine(path):
         "layers": gguf.value(f"{family}.block_count", int, None),
         "context": gguf.value(f"{family}.context_length", int, None),
         "state_bytes": cfg and cfg.state_bytes(PENDING), "formats": formats,
-        "cuda_problem": cfg and device.attention_problem(cfg, "f16"),
+        "cuda_problem": cfg and device.model_problem(cfg, "f16"),
         "kv": describe_kv(cfg, on_card, sum(entry["gpu_bytes"] for entry in formats)),
         "gpu": on_card, "gpu_problem": None if on_card else card, "cubin": device.cubin_state(),
         "tokenizer": tokenizer, "notes": notes(gguf, family, cfg),
@@ -171,7 +171,7 @@ def describe_kv(cfg, card, weight_bytes):
     room = max(0, card["free_bytes"] - held) if card else 0
     for kv_format in KV_FORMATS:
         per_token = cfg.kv_bytes_per_token(kv_format)
-        on_cuda = card and not device.attention_problem(cfg, kv_format)
+        on_cuda = card and not device.model_problem(cfg, kv_format)
         described[kv_format] = {
             "bytes_per_token": per_token, "context_bytes": per_token * cfg.n_ctx,
             "needs_bytes": held + per_token * cfg.n_ctx,

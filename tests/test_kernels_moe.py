@@ -12,10 +12,9 @@ from gguf import GGMLQuantizationType
 
 import device as device_module
 import reference
-from errors import DeviceError
 from gguf_file import Tensor
-from test_kernels import (close, device, packed_weights, random_activations, random_tensor,
-                          some_rows, weights_of)
+from test_kernels import (close, device, heads_config, packed_weights, random_activations,
+                          random_tensor, some_rows, weights_of)
 
 ROWS = 1, 3, 8, 9, 33, 70
 
@@ -247,10 +246,13 @@ def test_combine(device, shared, gated):
         assert np.array_equal(result(rows - 1, rows)[0], got[-1])
 
 
-@pytest.mark.gpu
-def test_experts_refuses(device):
-    with pytest.raises(DeviceError, match="at most 512 experts"):
-        device.experts([random_experts(np.random.default_rng(0), "F16", 513, 1, 64)])
+@pytest.mark.parametrize("n_experts, groups, fits", [
+    (512, 32, True), (513, 1, False), (330, 33, False)])
+def test_too_many_experts_are_refused(n_experts, groups, fits):
+    cfg = heads_config(64, 1, 1)
+    vars(cfg).update(n_experts=n_experts, router_groups=groups)
+    problem = device_module.model_problem(cfg, "f16")
+    assert problem is None if fits else "512 experts a layer in 32 groups" in problem
 
 
 def test_experts_on_the_cpu():

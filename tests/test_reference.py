@@ -53,13 +53,15 @@ def test_values_out_of_range_leave_no_trace(value, kv, tmp_path):
 
 
 def test_store_holds_what_the_kernel_stores():
-    """As store_kv in kernels.cu: clamped to the range of f16, and NaN at its lower end."""
+    """As store_value in kernels.cu: clamped to the range of f16, and NaN at its lower end."""
     x = np.zeros((1, 1, 32), np.float32)
     x[..., :4] = np.nan, np.inf, -np.inf, 65510
     cfg = SimpleNamespace(n_kv_layers=1, n_kv_heads=1, head_dim=32, value_dim=32, latent=False)
     for kv_format, largest in ("f16", 65504), ("q8", 512 * 127):
         kv = reference.Pages(cfg, 1, kv_format, np.dtype(np.float32))
-        kv.store(0, np.array([0]), np.array([5]), x, x)
+        batch = SimpleNamespace(slots=np.array([0]), positions=np.array([5]),
+                                page_table=np.array([[0]]))
+        kv.store_rows(0, batch, x, x)
         for stored in kv.load(0, 0):
             assert stored[0, 5, :5].tolist() == [-largest, largest, -largest, largest, 0]
 

@@ -6,6 +6,7 @@
     tokenizer.py   text <-> token ids            chat.py      chat templates
     reference.py   NumPy twin of every kernel    device.py    CUDA driver, memory, launches
     kernels.cu     every kernel                  kv.py        pages, known prefixes, batches
+    gguf_file.py   the file, which may be hostile
     sampling.py    what a sampled token is       sessions.py  conversations in memory and on disk
     spec.py        drafts of tokens to come      receipts.py  signed receipts
     tools.py       doctor, bench, diff, ...      server.py    HTTP, sessions, and the page
@@ -297,16 +298,16 @@ class Engine:
         return request
 
     def marks_in(self, ids):
-        """Prompt lengths at which a recurrent state is worth remembering: the ends of the system
-        prompt and of the conversation before the answer's header, where messages begin with the
-        same control token as the prompt, and every SNAPSHOT_TOKENS."""
+        """Prompt lengths at which a recurrent state is worth remembering: every SNAPSHOT_TOKENS;
+        where messages begin with the same control token as the prompt, the ends of the system
+        prompt and of the conversation before the answer's header; else all but the last token."""
         if not self.cfg.n_state_layers:
             return []
         marks = set(range(SNAPSHOT_TOKENS, len(ids), SNAPSHOT_TOKENS))
-        if self.tokenizer.is_special(ids[0]):
-            starts = [i for i, id in enumerate(ids) if i and id == ids[0]]
-            marks.update(starts[:1] + starts[-1:])
-        return sorted(marks)
+        special = self.tokenizer.is_special(ids[0])
+        starts = [i for i, id in enumerate(ids) if special and i and id == ids[0]]
+        marks.update(starts[:1] + starts[-1:] or [len(ids) - 1])
+        return sorted(marks - {0})
 
     def overloaded(self, pages):
         """The error for a request of so many pages that finds the queue full."""

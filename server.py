@@ -665,7 +665,8 @@ def build_parser():
             ("--sessions", 8, "sequences that hold memory at once (default 8)"),
             ("--batch-size", 8, "sequences that decode in one step (default 8)"),
             ("--queue", 64, "requests that may wait (default 64)"),
-            ("--queue-tokens", None, "tokens of these (default: any number)")):
+            ("--queue-tokens", None, "tokens of these (default: any number)"),
+            ("--state-cache", 2048, "MiB of host memory for recurrent states (default 2048)")):
         add(name, type=int, default=default, metavar="N", help=text)
     add("--session-store", metavar="DIR", help="folder in which idle sessions survive")
     add("--bind", default="127.0.0.1:8080", metavar="HOST:PORT",
@@ -693,7 +694,8 @@ def open_server(args):
     return Server(
         lambda: cli.open_engine(
             args, max_rows=args.batch_size, queue=args.queue, queue_tokens=args.queue_tokens,
-            sessions=args.sessions, session_store=args.session_store),
+            sessions=args.sessions, session_store=args.session_store,
+            state_cache=args.state_cache << 20),
         address, Path(args.model).stem, args.api_key, args.cors,
         args.receipt_key and receipts.load_key(args.receipt_key), args.quiet, args.verbose)
 

@@ -481,7 +481,7 @@ def test_a_long_prompt_leaves_snapshots_on_its_way(backend, monkeypatch):
     with engine(quantised(HYBRID), backend, max_rows=4) as e:
         ids = random_ids(330)
         turn(e, ids)
-        assert len(e.prefixes.entries) == 4  # 100, 200, 300 and the answer's
+        assert len(e.prefixes.entries) == 5  # 100, 200, 300, the last token's and the answer's
         other = ids[:257] + random_ids(30)
         forked = turn(e, other)
         assert forked.cached_tokens == 200 and forked.tokens == alone(e, other)
@@ -499,11 +499,11 @@ def test_a_session_that_goes_back_begins_at_a_snapshot(backend):
 
 def test_the_state_cache_has_a_budget():
     with engine(quantised(HYBRID), "cpu", max_rows=4) as e:
-        turn(e, random_ids(20))
+        turn(e, random_ids(1))
         [(_, _, state)] = e.prefixes.entries.values()
         e.prefixes.limit = 3 * state.data.nbytes
         prompts = [random_ids(30) for _ in range(5)]
-        answers = [turn(e, ids).tokens for ids in prompts]
+        answers = [turn(e, ids).tokens for ids in prompts]  # two snapshots each
         assert len(e.prefixes.entries) == 3
         cached = [turn(e, ids + answer, n=1).cached_tokens for ids, answer in zip(prompts, answers)]
         assert cached[0] == cached[1] == 0

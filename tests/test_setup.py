@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 GOLDEN_MODEL = ROOT / "tests" / "golden" / "llama3-q4km.gguf"
 MODULES = sorted(path.stem for path in ROOT.glob("*.py"))
 USER_TARGETS = ("generate", "bench", "venv", "model", "kernels.cubin", "dist", "clean", "test",
-                "test-long", "test-gpu", "sanitize", "check")
+                "test-long", "test-gpu", "test-emulated", "sanitize", "check")
 
 
 def run(*command, cwd, **environment):

@@ -103,15 +103,13 @@ class DraftModel(Proposer):
 
     def __init__(self, path, engine):
         gguf = gguf_file.GGUF(path)
-        words = [list(file.value("tokenizer.ggml.tokens", gguf_file.Strings, ()))
-                 for file in (gguf, engine.gguf)]
-        if words[0] != words[1]:
-            gguf.fail("a draft model must have the tokens of the model that it drafts for; choose "
-                      "another one, or --draft ngram")
+        words = [file.value("tokenizer.ggml.tokens", list, []) for file in (gguf, engine.gguf)]
+        gguf.require(words[0] == words[1], "a draft model must have the tokens of the model that "
+                     "it drafts for; choose another one, or --draft ngram")
         self.engine, self.read = engine, {}  # request -> tokens whose KV is there
         self.cfg, self.weights = model.load(gguf, engine.ops)
-        if self.cfg.n_state_layers:
-            gguf.fail("a draft model cannot be a recurrent one; choose another, or --draft ngram")
+        gguf.require(not self.cfg.n_state_layers, "a draft model cannot be a recurrent one; choose "
+                     "another, or --draft ngram")
         self.tile_tokens = engine.ops.tile_tokens(self.cfg)
 
     def kv_bytes_per_token(self, kv_format):
@@ -323,8 +321,8 @@ def proposer(name, engine):
     """The Proposer that --draft names: "off", "ngram", "mtp" (the model's own head), the
     path of a smaller model, or "auto": mtp where the file has the head, else ngram.
     Raises ModelError."""
-    if name == "mtp" and not engine.cfg.n_mtp:
-        engine.gguf.fail("the file has no draft head (MTP); use --draft ngram")
+    engine.gguf.require(name != "mtp" or engine.cfg.n_mtp,
+                        "the file has no draft head (MTP); use --draft ngram")
     if name == "mtp" or name == "auto" and engine.cfg.n_mtp:
         return Mtp(engine)
     if name in ("ngram", "auto"):

@@ -459,13 +459,12 @@ class Engine:
 
     def find_prefix(self, request):
         """Take over what is known of the prompt; at least its last token is always computed."""
+        session = request.session and self.sessions.open(request.session)
+        if request.session and session is None:
+            return False
         before_last = request.prompt[:-1]
         pages, cached, state = self.prefixes.find(before_last, request.root)
-        if request.session is not None:
-            session = self.sessions.open(request.session)
-            if session is None:
-                self.pool.give(pages)
-                return False
+        if session:
             tokens, known, known_state = session.take()
             same = common_prefix(tokens, before_last) if session.root == request.root else 0
             if known_state and same < len(tokens):

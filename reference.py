@@ -1,8 +1,20 @@
 """The NumPy twin of every kernel: same name, same arguments, plain arithmetic.
 
 With float32 this is the CPU backend, with float64 the oracle that kernels are tested against.
-Arrays are (rows, columns); rows are tokens of any sequences. A result depends on its own row
-alone, to the last bit, so that batching never changes an answer:
+Arrays are (rows, columns); rows are tokens of any sequences.
+
+The contract. What a function here says is right; a kernel may differ by rounding. As float64 it is
+held against runs of the original implementations; the CPU backend, float32, stays within 2e-4 of
+the largest |logit| of those, the CUDA kernels, whose products take f16 factors, within 5e-3, but
+for inputs that the tests name. Products and attention of a kernel stay within 2e-3 of the largest
+value, and what moves or picks (embed, pages, argmax, sampled tokens) is equal. Ties go to the lower
+index: of tokens, experts and groups of experts.
+
+Equal to the last bit, on one machine, are the logits of a position however it is computed: what
+else is in the batch, where the prompt was cut, drafted or not, from a cache, a fork or a file. Not
+covered: other CPUs or cards, another build of BLAS or of the kernels, another KV format.
+
+So a result here depends on its own row (or its own sequence) alone:
 
 * BLAS chooses its order of summation by the shape of a product. Products here have 8 token rows,
   padded, which measured bit-equal at each place of the tile on every CPU kernel of OpenBLAS. Tiles

@@ -526,6 +526,7 @@ class Device:
 
     def repack(self, tensor, packed, weight_scale):
         """Bring a tensor to the card in pieces, and into packed order there."""
+        self.launch_early = False  # these kernels wait for none before them
         rows, cols = tensor.shape
         source = np.asarray(tensor.data).reshape(rows, -1)
         format = tensor.type.name

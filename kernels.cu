@@ -985,8 +985,8 @@ struct Heads {
 
 // Where the values of a head go: rows of head_dim values from `block` on, there row `token`.
 struct HeadPlace {
-    char* block;  // null: nowhere, since the row has no slot
-    int format, token;
+    char* block;
+    int format, token;  // token < 0: nowhere, since the row has no slot
 };
 
 DEVICE HeadPlace place_of(const Heads& work, int row, int head, bool latent) {
@@ -997,18 +997,18 @@ DEVICE HeadPlace place_of(const Heads& work, int row, int head, bool latent) {
         return {work.q + at * (f32 ? 4 : 2), f32 ? KV_F32 : KV_F16, 0};
     }
     const int slot = work.slots[row], position = work.positions[row];
-    if (slot < 0) return {};
-    const int page = work.page_table[int64_t(slot) * work.max_pages + position / PAGE];
+    const int page =
+        slot < 0 ? 0 : work.page_table[int64_t(slot) * work.max_pages + position / PAGE];
     const int bytes = kv_block_bytes(work.format, work.head_dim);
     return {work.pages + kv_offset(work.layer, work.n_pages, page, work.n_kv_heads,
                                    kv_head - is_v * work.n_kv_heads, bytes, latent) + is_v * bytes,
-            work.format, position % PAGE};
+            work.format, slot < 0 ? -1 : position % PAGE};
 }
 
 // Stores value d (lane d % 32 of a whole warp) of a head. Values that f16 cannot hold are cut at
 // its ends: a page never holds Inf or NaN, whoever reads it later.
 DEVICE void store_value(const HeadPlace& to, int head_dim, int d, float x) {
-    if (!to.block) return;
+    if (to.token < 0) return;
     const int at = to.token * head_dim + d;
     if (to.format == KV_F32) {
         reinterpret_cast<float*>(to.block)[at] = x;

@@ -172,7 +172,7 @@ def check_size(texts, param, server):
     """RequestError for texts that fit into no context, before time is spent on their tokens."""
     size = sum(len(text.encode()) for text in texts)
     require(size <= server.most_text,
-            f"{size} bytes of text exceed the context of {server.engine.cfg.n_ctx} tokens; shorten "
+            f"{size} bytes of text exceed the context of {server.engine.longest} tokens; shorten "
             "them", code="context_length_exceeded", param=param)
 
 

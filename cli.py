@@ -241,6 +241,8 @@ def run_bench(args):
     rows = [int(n) for n in args.rows.split(",")]
     require(0 <= (args.synthetic_acceptance or 0) <= 1,
             "--synthetic-acceptance must lie in 0 to 1")
+    require(args.synthetic_acceptance is None or args.draft != "off",
+            "--synthetic-acceptance needs drafts; say --draft ngram, mtp or a path too")
     with open_engine(args, max_rows=max(rows)) as engine:
         tools.bench(engine, rows, args.profile, args.json, args.synthetic_acceptance)
 

@@ -444,9 +444,9 @@ class Device:
         have = self.scratch.get(key)
         if have is None or have.shape[0] < rows:
             if have is not None:
-                self.free(have)
+                self.free(self.scratch.pop(key))
                 self.drop_graphs()
-            capacity = max(8, 1 << (rows - 1).bit_length())
+            capacity = padded(rows, 64) if rows > 64 else max(8, 1 << (rows - 1).bit_length())
             nbytes = capacity * math.prod(shape[1:]) * dtype.itemsize
             have = self.scratch[key] = self.alloc(nbytes, "scratch").view(
                 (capacity, *shape[1:]), dtype)
@@ -639,6 +639,9 @@ class Device:
 
     def fetch(self, buffers):
         """Start copying `buffers` to the host; the returned function waits and gives arrays."""
+        if sum(padded(buffer.nbytes, 16) for buffer in buffers) > LANDING_BYTES:
+            downloaded = [self.download(buffer) for buffer in buffers]
+            return lambda: downloaded
         event, address = next(self.landings)
         arrays = []
         for buffer in buffers:

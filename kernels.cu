@@ -1538,9 +1538,11 @@ ATTENTION_OF(f16_80_wide, false, 80, 80, 2, 2)
 // PRECOND: grid (rows, H), VW threads in whole warps; stored by an attention kernel over the same
 // rows. One thread holds one column, those past VW the last one too. Reads 4 (VW + 2) bytes a
 // segment; rows with slot < 0 become zero.
-KERNEL attention_merge(const float* part_values, const float2* part_states, uint4* out,
-                       const int* positions, const int* slots, int max_segments, int stride,
-                       int value_dim, int row_heads) {
+KERNEL __launch_bounds__(512)
+attention_merge(const float* part_values, const float2* part_states, uint4* out,
+                const int* positions, const int* slots, int max_segments, int stride,
+                int value_dim, int row_heads) {
+    constexpr int BATCH = 16;  // segments on their way at once
     follow_predecessor();
     const int row = blockIdx.x, row_and_head = row * gridDim.y + blockIdx.y;
     const int lane = threadIdx.x & 31, column = min(int(threadIdx.x), value_dim - 1);
@@ -1548,15 +1550,15 @@ KERNEL attention_merge(const float* part_values, const float2* part_states, uint
     const int64_t first = int64_t(row_and_head) * max_segments;
     Softmax softmax = {-INFINITY, 0.0f};
     float total = 0.0f;
-    for (int start = 0; start < n_segments; start += 32) {
-        const int n = min(32, n_segments - start);
+    for (int start = 0; start < n_segments; start += BATCH) {
+        const int n = min(BATCH, n_segments - start);
         const int64_t at = first + start;
-        // 32 segments are on their way at once; lane i of every warp holds the state of segment i.
+        // Lane i of every warp holds the state of segment i.
         const float2 state = lane < n ? part_states[at + lane] : make_float2(-INFINITY, 0.0f);
-        float value[32];
-        for (int i = 0; i < 32; i++)
+        float value[BATCH];
+        for (int i = 0; i < BATCH; i++)
             value[i] = i < n ? part_values[(at + i) * value_dim + column] : 0.0f;
-        for (int i = 0; i < 32; i++) {
+        for (int i = 0; i < BATCH; i++) {
             if (i >= n) break;
             const float2 factors = softmax.fold(__shfl_sync(ALL_LANES, state.x, i),
                                                 __shfl_sync(ALL_LANES, state.y, i));

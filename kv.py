@@ -23,7 +23,7 @@ class Batch:
     positions: np.ndarray  # int32 [rows], place of the token in its sequence
     slots: np.ndarray  # int32 [rows], row of page_table; negative: padding
     rope_sets: np.ndarray  # int32 [rows], which of Config.rope_sets
-    page_table: np.ndarray  # int32 [slots, pages of the longest sequence]
+    page_table: np.ndarray  # int32 [slots, pages]: as many as the longest sequence has, about
     tiles: np.ndarray  # int32 [n, 4]: first row, rows, slot, position of the first row
     spans: np.ndarray  # int32 [n, 6]: the same of a whole sequence, then: pending, commits
     logit_rows: np.ndarray  # int32 [n], the rows whose logits are wanted
@@ -37,6 +37,9 @@ class Batch:
         cannot be cut back: how many tokens before the span are pending, that is not yet in the
         state (default 0), and whether this span's own tokens enter it now (default 1) or stay
         pending until a later step says which of them count.
+
+        The page table is cut after a power of two of pages that holds all spans, since backends
+        split the work on what it could hold: by its whole width a short sequence would get none.
         """
         tokens, positions, slots, sets, tiles, logit_rows, whole = [], [], [], [], [], [], []
         for slot, position, ids, rope_set, wanted, *state in spans:
@@ -50,6 +53,8 @@ class Batch:
             sets += [rope_set] * n
             logit_rows += range(row + n - wanted, row + n)
         arrays = [np.array(x, np.int32) for x in (tokens, positions, slots, sets)]
+        last = max((position + n for _, n, slot, position, *_ in whole if slot >= 0), default=1) - 1
+        page_table = np.ascontiguousarray(page_table[:, :max(4, 1 << (last // PAGE).bit_length())])
         return cls(*arrays, page_table, np.array(tiles, np.int32).reshape(-1, 4),
                    np.array(whole, np.int32).reshape(-1, 6), np.array(logit_rows, np.int32))
 
@@ -225,9 +230,11 @@ class SnapshotCache(PrefixCache):
         for key, _ in keyed_prefixes(ids, root, [len(ids)]):
             self.hold(key, list(ids), list(pages), state)
             self.touch([key])
-        for key in list(self.entries):
-            if sum(state.data.nbytes for _, _, state in self.entries.values()) > self.limit:
+        held = sum(state.data.nbytes for _, _, state in self.entries.values())
+        for key, (_, _, state) in list(self.entries.items()):
+            if held > self.limit:
                 self.drop(key)
+                held -= state.data.nbytes
 
 
 def keyed_prefixes(ids, root, lengths):

@@ -145,10 +145,10 @@ class Engine:
         if kv not in ("f32", "f16", "q8"):
             raise RequestError(f'kv is "{kv}"; choose f32, f16 or q8', param="kv")
         self.max_sessions = max_rows if sessions is None else sessions
-        limits = {"prefill_chunk": (prefill_chunk, 65536), "max_rows": (max_rows, 4096),
+        limits = {"prefill_chunk": (prefill_chunk, 8192), "max_rows": (max_rows, 4096),
                   "sessions": (self.max_sessions, 65536), "context": (context, 1 << 31),
                   "queue": (queue, 1 << 31), "queue_tokens": (queue_tokens, 1 << 62),
-                  "state_cache": (state_cache, 1 << 62),
+                  "state_cache": (None if state_cache == 0 else state_cache, 1 << 62),
                   "draft_length": (draft_length, spec.MAX_DRAFT)}
         for name, (value, most) in limits.items():
             if value is not None:
@@ -193,14 +193,30 @@ class Engine:
         longest = -(-self.cfg.n_ctx // PAGE)
         if context is not None:
             return -(-context // PAGE), min(longest, -(-context // PAGE))
-        states = (self.max_sessions + 1) * self.cfg.state_bytes(PENDING)
-        room = int(self.ops.free_memory() * 0.9) - states
+        held = (self.max_sessions + 1) * self.cfg.state_bytes(PENDING)
+        if self.ops.captures:
+            held += self.scratch_bytes()
+        room = int(self.ops.free_memory() * 0.9) - held
         room //= PAGE * (self.cfg.kv_bytes_per_token(kv) + self.proposer.kv_bytes_per_token(kv))
         if room < 1:
             raise DeviceError("no memory is left for the KV cache; use a smaller model, fewer "
                               "--sessions or --kv q8")
         n_pages = min(room, longest * self.max_sessions)
         return n_pages, min(longest, n_pages)
+
+    @property
+    def longest(self):
+        """Most tokens of a sequence: what the model was made for, or what the KV cache holds."""
+        return min(self.page_table.shape[1] * PAGE, self.cfg.n_ctx)
+
+    def scratch_bytes(self):
+        """About what the ops of the largest steps will take: float32 results of each width, and
+        logits of all sequences with all drafts."""
+        cfg = self.cfg
+        ff = max(cfg.n_ff, 2 * cfg.n_ff_shared, cfg.n_experts_used * cfg.n_ff_experts)
+        row = 6 * cfg.n_embd + 4 * ff + 4 * cfg.n_heads * cfg.head_dim + 3 * cfg.delta_channels
+        return 4 * ((self.prefill_chunk + self.max_rows) * row
+                    + self.max_rows * PENDING * cfg.n_vocab)
 
     def bytes_per_step(self, rows):
         """Bytes of weights that a step reads, in the format in which the backend keeps them.
@@ -269,7 +285,7 @@ class Engine:
             raise RequestError("sampling must be a leone.Sampling", param="sampling")
         sampling.validate(self.cfg.n_vocab)
         ids = self.checked_ids(self.tokenize(prompt) if isinstance(prompt, str) else prompt)
-        longest = min(self.page_table.shape[1] * PAGE, self.cfg.n_ctx)
+        longest = self.longest
         if max_tokens is None:
             max_tokens = max(1, longest - len(ids))
         check_number(max_tokens, int, 1, 1 << 31, "max_tokens")
@@ -281,6 +297,8 @@ class Engine:
         if speculation is None or isinstance(speculation, bool):
             speculation = 0 if speculation is False else spec.MAX_DRAFT
         check_number(speculation, int, 0, spec.MAX_DRAFT, "speculation")
+        check_number(top_logprobs, int, 0, self.cfg.n_vocab, "top_logprobs")
+        check_number(choice, int, 0, 2**32 - 1, "choice")
         request = Request(ids, sampling.seeded(), max_tokens,
                           self.tokenizer.stream(special=shown, after=ids[-1]), ignore_eos,
                           session, choice, salt, top_logprobs, rope_set=self.rope_set(length),
@@ -467,7 +485,7 @@ class Engine:
         if session:
             tokens, known, known_state = session.take()
             same = common_prefix(tokens, before_last) if session.root == request.root else 0
-            if known_state and same < len(tokens):
+            if self.cfg.n_state_layers and (known_state is None or same < len(tokens)):
                 same = 0  # the session went another way: its state is past the fork
             if same > cached:
                 pages, known, cached, state = known, pages, same, known_state
@@ -480,10 +498,13 @@ class Engine:
 
     def remember(self, request, ids):
         """Let later requests begin with `ids`, which this one has computed. Returns the snapshot of
-        its recurrent state, or None for a model that has none."""
+        its recurrent state, or None for a model that has none or without memory for it."""
         state = None
         if self.cfg.n_state_layers:
-            state = Snapshot(request.committed, self.ops.save_state(self.kv, request.slot))
+            try:
+                state = Snapshot(request.committed, self.ops.save_state(self.kv, request.slot))
+            except DeviceError:
+                return None
         self.prefixes.add(ids, request.pages[:-(-len(ids) // PAGE)], request.root, state)
         return state
 
@@ -577,7 +598,11 @@ class Engine:
             if request.sampling.adjusts:
                 slot = request.slot
                 table = request.sampling.adjustment(self.cfg.n_vocab, request.prompt)
-                self.ops.adjust(slot, table, len(self.page_table))
+                try:
+                    self.ops.adjust(slot, table, len(self.page_table))
+                except DeviceError as error:  # no memory for it
+                    request.error = error
+                    self.finish(request, "error")
             request.draw = request.sampling.row(choice=request.choice, adjustment=slot)
 
     def decoding(self):
@@ -674,7 +699,7 @@ class Engine:
         def run():
             logits, h = forward(batch)
             return *self.ops.sample(logits, draws, batch), logits, h
-        return self.ops.run(sizes and (name, *sizes), run)
+        return self.ops.run(sizes and (name, *sizes, batch.page_table.shape[1]), run)
 
     def deliver(self, step):
         """Wait for a launched step and hand its tokens out."""

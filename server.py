@@ -307,7 +307,7 @@ class Server(socketserver.ThreadingTCPServer):
             self.template = engine.gguf.metadata.get("tokenizer.chat_template")
             self.shown = frozenset(id for id, token in enumerate(engine.tokenizer.tokens)
                                    if token.decode(errors="replace") in chat.MARKERS)
-            self.most_text = engine.cfg.n_ctx * max(map(len, engine.tokenizer.tokens))  # bytes
+            self.most_text = engine.longest * max(map(len, engine.tokenizer.tokens))  # bytes
             self.fingerprint = f"leone-{VERSION}-{engine.ops.name}-{engine.kv.format}"
             if self.receipt_key:
                 engine.model_hash.begin()  # before the first receipt waits for it
@@ -611,10 +611,10 @@ class Handler(BaseHTTPRequestHandler):
         self.send(200, {"status": "ok", "model": server.model_name})
 
     def models(self, _):
-        cfg = self.server.usable().cfg
+        engine = self.server.usable()
         self.send(200, {"object": "list", "data": [{
             "id": self.server.model_name, "object": "model", "created": 0, "owned_by": "leone",
-            "meta": {"n_ctx": cfg.n_ctx, "n_vocab": cfg.n_vocab}}]})
+            "meta": {"n_ctx": engine.longest, "n_vocab": engine.cfg.n_vocab}}]})
 
     def list_sessions(self, _):
         data = self.server.on_engine(lambda engine: engine.sessions.list())

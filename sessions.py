@@ -209,7 +209,8 @@ class Sessions:
         check_name(new_name)
         with self.changing(name) as source:
             if self.open(name) is None:
-                raise self.engine.overloaded(-(-source.filed // PAGE))
+                length = len(self.read_header(source)[0]["tokens"])
+                raise self.engine.overloaded(-(-length // PAGE))
             copy = Session(new_name, source.tokens, list(source.pages), source.state, source.root,
                            dict(self.answers(name)))
             with self.engine.lock:
@@ -322,11 +323,15 @@ class Sessions:
                 if hashlib.sha256(data).hexdigest() != digest:
                     raise ValueError
                 blobs[name] = data[:size]
-            if file.read(1):
+            engine, count = self.engine, -(-len(header["tokens"]) // PAGE)
+            sizes = {"kv": engine.kv.nbytes // engine.pool.n_pages * count}
+            if engine.cfg.n_state_layers:
+                sizes["state"] = engine.kv.states.nbytes // len(engine.page_table)
+            if file.read(1) or {name: len(data) for name, data in blobs.items()} != sizes:
                 raise ValueError
-        engine, session.tokens, session.root = self.engine, header["tokens"], header["root"]
+        session.tokens, session.root = header["tokens"], header["root"]
         session.answers = session.answers or header["answers"]
-        session.pages, session.changed = engine.pool.take(-(-len(session.tokens) // PAGE)), False
+        session.pages, session.changed = engine.pool.take(count), False
         engine.ops.load_pages(engine.kv, session.pages, np.frombuffer(blobs["kv"], np.uint8))
         if "state" in blobs:
             session.state = Snapshot(header["committed"], np.frombuffer(blobs["state"], np.uint8))

@@ -22,6 +22,7 @@ sampling and no approximation, because of what the engine promises anyway:
 What a proposer suggests, and how many tokens the Controller asks it for, may depend on timing and
 on other requests. It decides how fast the tokens come, never which.
 """
+import os
 from itertools import takewhile
 
 import numpy as np
@@ -108,6 +109,8 @@ class DraftModel(Proposer):
                      "it drafts for; choose another one, or --draft ngram")
         self.engine, self.read = engine, {}  # request -> tokens whose KV is there
         self.cfg, self.weights = model.load(gguf, engine.ops)
+        gguf.require(self.cfg.n_vocab >= engine.cfg.n_vocab, f"a draft model must have at least "
+                     f"{engine.cfg.n_vocab} rows in its token table; choose another one")
         gguf.require(not self.cfg.n_state_layers, "a draft model cannot be a recurrent one; choose "
                      "another, or --draft ngram")
         self.tile_tokens = engine.ops.tile_tokens(self.cfg)
@@ -327,4 +330,8 @@ def proposer(name, engine):
         return Mtp(engine)
     if name in ("ngram", "auto"):
         return NGram()
-    return Proposer() if name == "off" else DraftModel(name, engine)
+    if name == "off":
+        return Proposer()
+    engine.gguf.require(isinstance(name, (str, os.PathLike)) and os.path.isfile(name),
+                        f"--draft {name} is no GGUF file; choose auto, off, ngram, mtp or a path")
+    return DraftModel(name, engine)

@@ -310,6 +310,7 @@ def bench_drafts(engine, n, new, repeats, synthetic):
     drafted = sorted(run(True)[0] for _ in range(repeats))
     after, engine.proposer, controller = engine.stats, real, engine.controller
     tokens, sweeps = (after[name] - before[name] for name in ("generated_tokens", "sweeps"))
+    tokens -= n * repeats  # the first ones, which the prompts' last rows gave
     tried = controller.tried[-1, 1:]
     return dict(rows=n, synthetic_acceptance=synthetic, tokens_per_s=drafted[repeats // 2],
                 gain=drafted[repeats // 2] / plain[repeats // 2], tokens_per_sweep=tokens / sweeps,

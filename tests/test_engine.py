@@ -334,3 +334,13 @@ def test_draft_logits_refuse():
         with pytest.raises(RequestError, match="and two tokens"):
             e.draft_logits([1])
         assert e.draft_logits([1, 2]).shape == (1, 512)
+
+
+@pytest.mark.parametrize("options", [
+    {"choice": -1}, {"choice": 2**32}, {"top_logprobs": -1}, {"top_logprobs": 513},
+    {"top_logprobs": "x"}, {"speculation": 9}, {"speculation": -1}, {"max_tokens": 0}])
+def test_what_no_request_can_ask_for_costs_nobody_else(options):
+    with engine(quantised("llama3"), "cpu") as e:
+        with pytest.raises(RequestError):
+            e.submit([4, 5], leone.Sampling(temperature=0), **{"max_tokens": 3, **options})
+        assert len(greedy(e, [4, 5], 3)) == 3 and not e.busy

@@ -36,7 +36,7 @@ import gguf_file
 import model
 import receipts
 import spec
-from errors import LeoneError, ModelError, DeviceError, Overloaded, RequestError
+from errors import LeoneError, ModelError, DeviceError, Overloaded, RequestError, require
 from kv import PAGE, Batch, PagePool, PrefixCache, Snapshot, SnapshotCache, common_prefix
 from sampling import ROW, Sampling, check_number
 from sessions import Sessions
@@ -142,8 +142,7 @@ class Engine:
         with (done bytes, all bytes) while weights load.
         Raises ModelError, DeviceError.
         """
-        if kv not in ("f32", "f16", "q8"):
-            raise RequestError(f'kv is "{kv}"; choose f32, f16 or q8', param="kv")
+        require(kv in ("f32", "f16", "q8"), f'kv is "{kv}"; choose f32, f16 or q8', param="kv")
         self.max_sessions = max_rows if sessions is None else sessions
         limits = {"prefill_chunk": (prefill_chunk, 8192), "max_rows": (max_rows, 4096),
                   "sessions": (self.max_sessions, 65536), "context": (context, 1 << 31),
@@ -281,19 +280,18 @@ class Engine:
         answer shows. speculation: most drafts of a step, False for none; they never change the
         answer. Raises RequestError, and Overloaded where the queue is full.
         """
-        if not isinstance(sampling, Sampling):
-            raise RequestError("sampling must be a leone.Sampling", param="sampling")
+        require(isinstance(sampling, Sampling), "sampling must be a leone.Sampling",
+                param="sampling")
         sampling.validate(self.cfg.n_vocab)
         ids = self.checked_ids(self.tokenize(prompt) if isinstance(prompt, str) else prompt)
-        longest = self.longest
         if max_tokens is None:
-            max_tokens = max(1, longest - len(ids))
+            max_tokens = max(1, self.longest - len(ids))
         check_number(max_tokens, int, 1, 1 << 31, "max_tokens")
         length = len(ids) + max_tokens
-        if length > longest:
-            raise RequestError(
-                f"{len(ids)} prompt tokens + {max_tokens} new ones exceed the context of {longest};"
-                " shorten the prompt or ask for fewer tokens", code="context_length_exceeded")
+        require(length <= self.longest,
+                f"{len(ids)} prompt tokens + {max_tokens} new ones exceed the context of "
+                f"{self.longest}; shorten the prompt or ask for fewer tokens",
+                code="context_length_exceeded")
         if speculation is None or isinstance(speculation, bool):
             speculation = 0 if speculation is False else spec.MAX_DRAFT
         check_number(speculation, int, 0, spec.MAX_DRAFT, "speculation")
@@ -410,16 +408,14 @@ class Engine:
 
     def checked_ids(self, ids):
         """`ids` as a list of integers. Raises RequestError if they are no prompt."""
-        if self.closed:
-            raise RequestError("the engine is closed; open another one")
+        require(not self.closed, "the engine is closed; open another one")
         try:
             ids = [] if isinstance(ids, (str, bytes)) else [operator.index(i) for i in ids]
         except TypeError:
             raise RequestError("the prompt must be text or token ids", param="prompt") from None
-        if not ids:
-            raise RequestError("the prompt is empty; give at least one token", param="prompt")
-        if min(ids) < 0 or max(ids) >= self.cfg.n_vocab:
-            raise RequestError(f"token ids must be 0 to {self.cfg.n_vocab - 1}", param="prompt")
+        require(ids, "the prompt is empty; give at least one token", param="prompt")
+        require(min(ids) >= 0 and max(ids) < self.cfg.n_vocab,
+                f"token ids must be 0 to {self.cfg.n_vocab - 1}", param="prompt")
         return ids
 
     def rope_set(self, length):

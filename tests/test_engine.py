@@ -10,7 +10,7 @@ import leone
 import reference
 from errors import DeviceError, Overloaded, RequestError
 from kv import PagePool
-from models import BACKENDS, engine, quantised, smol
+from models import BACKENDS, engine, greedy, quantised, smol
 
 ROOT = Path(leone.__file__).resolve().parent
 # What a backend has beside ops: loading, memory and the steps of the engine.

@@ -56,6 +56,7 @@ class InstantEngine:
         self.on_event, self.counts = lambda request: None, Counter()
         self.tokenizer = Characters()
         self.cfg = SimpleNamespace(n_ctx=context, n_vocab=1 << 20, n_tokens=0x110000)
+        self.longest = context
         self.gguf = SimpleNamespace(metadata={"tokenizer.chat_template": template})
         self.ops, self.kv = SimpleNamespace(name="cpu"), SimpleNamespace(format="f32")
         self.sessions, self.queue_limit, self.max_sessions = NoSessions(), queue, rows

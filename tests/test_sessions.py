@@ -363,10 +363,10 @@ def test_a_session_larger_than_the_cache_is_one_line(tmp_path):
         turn(e, [1, 2, 3], "s")
 
 
-def test_claims_race_with_changes(path, tmp_path):
+def test_claims_race_with_changes(tmp_path):
     """Requests, forks and deletions of one name from several threads: no session is lost, doubled
     or leaked. Changes are the engine thread's, claims come from anywhere."""
-    with engine(path, "cpu", max_rows=4, session_store=tmp_path) as e:
+    with engine(quantised("llama3"), "cpu", max_rows=4, session_store=tmp_path) as e:
         stop = threading.Event()
 
         def claim(name):

@@ -53,7 +53,7 @@ class Batch:
             sets += [rope_set] * n
             logit_rows += range(row + n - wanted, row + n)
         arrays = [np.array(x, np.int32) for x in (tokens, positions, slots, sets)]
-        last = max((position + n for _, n, slot, position, *_ in whole if slot >= 0), default=1) - 1
+        last = int(max((row[1] + row[3] for row in whole if row[2] >= 0), default=1)) - 1
         page_table = np.ascontiguousarray(page_table[:, :max(4, 1 << (last // PAGE).bit_length())])
         return cls(*arrays, page_table, np.array(tiles, np.int32).reshape(-1, 4),
                    np.array(whole, np.int32).reshape(-1, 6), np.array(logit_rows, np.int32))

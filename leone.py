@@ -147,11 +147,11 @@ class Engine:
         limits = {"prefill_chunk": (prefill_chunk, 8192), "max_rows": (max_rows, 4096),
                   "sessions": (self.max_sessions, 65536), "context": (context, 1 << 31),
                   "queue": (queue, 1 << 31), "queue_tokens": (queue_tokens, 1 << 62),
-                  "state_cache": (None if state_cache == 0 else state_cache, 1 << 62),
                   "draft_length": (draft_length, spec.MAX_DRAFT)}
         for name, (value, most) in limits.items():
             if value is not None:
                 check_number(value, int, 1, most, name)
+        check_number(state_cache, int, 0, 1 << 62, "state_cache")
         self.gguf = gguf_file.GGUF(path)
         self.model_hash = receipts.ModelHash(self.gguf.paths)
         self.tokenizer = Tokenizer(self.gguf.metadata)

@@ -534,3 +534,24 @@ def test_an_end_seen_one_step_late_leaves_the_right_state(backend, end):
         again = turn(e, following, "s", salt="late")
         assert again.cached_tokens == len(ids) + len(said) - 1
         assert again.tokens == alone(e, following)
+
+
+def test_a_session_that_cannot_be_opened_holds_no_pages(path, tmp_path):
+    """What is known of its prompt belongs to nobody once the request has failed."""
+    with engine(path, "cpu", max_rows=2, session_store=tmp_path) as e:
+        ids = random_ids(200)
+        turn(e, ids, "s")
+        e.sessions.hibernate("s")
+        file = tmp_path / "s.kv"
+        file.write_bytes(file.read_bytes()[:-1])
+        for _ in range(3):
+            with pytest.raises(RequestError):
+                turn(e, ids + [3], "s")
+        assert e.pool.free_count + e.prefixes.unused == e.pool.n_pages
+        assert len(turn(e, ids).tokens) == 9
+
+
+def test_no_memory_for_states_is_allowed():
+    with engine(quantised(HYBRID), "cpu", max_rows=2, state_cache=0) as e:
+        ids = random_ids(40)
+        assert turn(e, ids).tokens == turn(e, ids).tokens and not e.prefixes.entries

@@ -512,6 +512,8 @@ class Engine:
         state = request.state  # of one that was never admitted
         if ids and request.slot >= 0:
             state = self.remember(request, ids)
+            if self.cfg.n_state_layers and state is None:
+                ids = []  # without its state the KV is of no use
         if request.session is not None:
             kept = -(-len(ids) // PAGE)
             self.sessions.keep(request, ids, pages[:kept], state)

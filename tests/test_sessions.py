@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import leone
-from errors import RequestError
+from errors import DeviceError, RequestError
 from kv import PAGE, PagePool, PrefixCache, common_prefix
 from models import BACKENDS, engine, quantised
 from sessions import Sessions
@@ -555,3 +555,17 @@ def test_no_memory_for_states_is_allowed():
     with engine(quantised(HYBRID), "cpu", max_rows=2, state_cache=0) as e:
         ids = random_ids(40)
         assert turn(e, ids).tokens == turn(e, ids).tokens and not e.prefixes.entries
+
+
+def test_without_memory_for_its_state_a_session_is_computed_again(tmp_path, monkeypatch):
+    def save_state(kv, slot):
+        raise DeviceError("no pinned memory")
+
+    with engine(quantised(HYBRID), "cpu", max_rows=2, session_store=tmp_path) as e:
+        ids = random_ids(90)
+        with monkeypatch.context() as patch:
+            patch.setattr(e.ops, "save_state", save_state)
+            ids += turn(e, ids, "s").tokens
+        again = turn(e, ids + [5], "s")
+        assert again.cached_tokens == 0 and again.tokens == alone(e, ids + [5])
+        assert turn(e, ids + [5] + again.tokens + [6], "s").cached_tokens == len(ids) + 9

@@ -3,6 +3,7 @@ import numpy as np
 import pytest
 
 import leone
+import reference
 import tools
 from models import (BACKENDS, FAMILIES, LOSSLESS, answers, engine, greedy, quantised, smol,
                     smol_json, unpacked, GOLDEN)
@@ -64,6 +65,45 @@ def test_quantised_family(family, backend):
 @pytest.mark.parametrize("family", LOSSLESS)
 def test_lossless_family(family, backend, tmp_path):
     check_answers(unpacked(LOSSLESS[family], tmp_path), answers(family), backend)
+
+
+def divergence(expected, logits):
+    """Mean KL divergence of softmax(logits) from softmax(expected), in nats, both float64."""
+    def log_softmax(x):
+        x = x - x.max(axis=1, keepdims=True)
+        return x - np.log(np.exp(x).sum(axis=1, keepdims=True))
+    expected, logits = log_softmax(expected), log_softmax(logits.astype(np.float64))
+    return (np.exp(expected) * (expected - logits)).sum(axis=1).mean()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", [*FAMILIES, "smol"])
+def test_divergence_of_the_card(family, monkeypatch):
+    """CUDA against float64 that rounds KV the same way; -rP prints what was found."""
+    path = smol() if family == "smol" else quantised(family)
+    ids = (perplexity_ids() if family == "smol" else
+           answers(f"{family}-q4km")["p2_tokens"].tolist())
+    with engine(path, "cuda", kv="f16") as e:
+        found = e.logits(ids)
+        dense = not (e.cfg.n_experts or e.cfg.latent or e.cfg.n_state_layers)
+    monkeypatch.setattr(leone, "open_backend", lambda name: reference.Reference(np.float64))
+    exact = {}
+    for kv in "f16", "f32":  # f32: float64, which has no rounded KV
+        with engine(path, "cpu", kv=kv) as e:
+            exact[kv] = e.logits(ids)
+    of_card = divergence(exact["f16"], found)
+    same = (exact["f16"].argmax(1) == found.argmax(1)).mean()
+    print(f"{family}: KL {of_card:.1e}, the same top-1 {same:.1%}; KL of f16 KV alone "
+          f"{divergence(exact['f32'], exact['f16']):.1e}")
+    if family == "qwen3moe":  # what follows its router's flip at token 17 sees other K and V
+        of_card = divergence(exact["f16"][:17], found[:17])
+    assert of_card < (5e-5 if dense else 5e-4)
+
+
+def perplexity_ids():
+    """256 tokens of the text that perplexity is measured on."""
+    with engine(smol(), "cpu") as e:
+        return e.tokenize((GOLDEN / "smol" / "ppl.txt").read_text())[:256]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -122,6 +122,7 @@ def build_parser():
                      help="with --draft: measure as if this share of the drafts were right")
     sub.add_argument("--rows", default="1,8", metavar="N,N", help="sequences at once (default 1,8)")
     sub.add_argument("--profile", action="store_true", help="time each op")
+    sub.add_argument("--evidence", metavar="DIR", help="also write a file about it to this folder")
 
     sub = command("perplexity", run_perplexity, "Perplexity of a text in windows.",
                   *(option for option in OPTIONS if option != "--draft"), prompt=True)
@@ -244,7 +245,8 @@ def run_bench(args):
     require(args.synthetic_acceptance is None or args.draft != "off",
             "--synthetic-acceptance needs drafts; say --draft ngram, mtp or a path too")
     with open_engine(args, max_rows=max(rows)) as engine:
-        tools.bench(engine, rows, args.profile, args.json, args.synthetic_acceptance)
+        tools.bench(engine, rows, args.profile, args.json, args.synthetic_acceptance,
+                    args.evidence)
 
 
 def run_perplexity(args):

@@ -27,7 +27,6 @@ import threading
 import time
 from collections import Counter, deque
 from dataclasses import dataclass, field
-from itertools import islice
 
 import numpy as np
 
@@ -689,9 +688,8 @@ class Engine:
         if sizes:
             batch = batch.padded_to(*sizes)
         draws = np.zeros(len(batch.logit_rows), ROW)  # zeros are padding
-        for row, (request, i) in enumerate(sampled):
-            draws[row] = request.draw
-            draws[row]["position"] = len(request.prompt) + request.sampled + i
+        draws[:len(sampled)] = [request.draw for request, _ in sampled]
+        draws["position"][:len(sampled)] = [len(r.prompt) + r.sampled + i for r, i in sampled]
         batch, draws = self.ops.upload_batch(batch), self.ops.upload_draws(draws)
 
         def run():
@@ -701,16 +699,18 @@ class Engine:
 
     def deliver(self, step):
         """Wait for a launched step and hand its tokens out."""
+        before = time.perf_counter()
         tokens, logprobs = step.result()
         now = time.perf_counter()
+        self.counts["seconds_waited"] += now - before
         if step.rows:
             self.controller.time(step.rows, bool(step.wants), now - max(step.began, self.delivered))
         self.delivered = now
-        drawn = enumerate(zip(tokens.tolist(), logprobs.tolist()))
+        tokens, logprobs, end = tokens.tolist(), logprobs.tolist(), 0
         for request, ids, _, wanted in step.chosen:
-            drafts, accepted = ids[len(ids) - wanted + 1:], 0
-            rows = list(islice(drawn, wanted))
-            for i, (row, (token, logprob)) in enumerate(rows):
+            drafts, accepted, end = ids[len(ids) - wanted + 1:], 0, end + wanted
+            for i, row in enumerate(range(end - wanted, end)):
+                token, logprob = tokens[row], logprobs[row]
                 if request.finish_reason is not None:  # it ended after this step was launched
                     break
                 if token >= 0 and row in step.logits:
@@ -804,13 +804,13 @@ def most_likely(logits, count, token, logprob):
 
 def split_at_stop(text, stops, last):
     """(text before a stop string, text held back because one may begin there, a stop was found)."""
+    if not stops:
+        return text, "", False
     found = [at for at in (text.find(stop) for stop in stops) if at >= 0]
     if found:
         return text[:min(found)], "", True
-    held = 0
-    if not last:
-        held = max((n for stop in stops for n in range(1, len(stop)) if text.endswith(stop[:n])),
-                   default=0)
+    held = 0 if last else max((n for stop in stops for n in range(1, len(stop))
+                               if text.endswith(stop[:n])), default=0)
     return text[:len(text) - held], text[len(text) - held:], False
 
 

@@ -1,8 +1,10 @@
 """What a user asks about a model, a machine or an answer: doctor, bench, ..., replay."""
 import json
 import math
+import re
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 
@@ -13,7 +15,7 @@ import receipts
 import spec
 from errors import DeviceError, ModelError, RequestError, require
 from kv import PAGE, Batch, common_prefix
-from leone import PENDING, Engine
+from leone import PENDING, VERSION, Engine
 from sampling import Sampling
 from tokenizer import Tokenizer
 
@@ -32,12 +34,18 @@ def columns(records):
 
 
 def cell(name, value):
-    """A field of a record as text; bytes are known by their name."""
-    if isinstance(value, str):
-        return value
+    """A field of a record as text, "" for None; bytes are known by their name."""
+    if value is None or isinstance(value, str):
+        return value or ""
     if name.endswith("bytes"):
         return size(value)
     return f"{value:,.4g}" if isinstance(value, float) and abs(value) < 1000 else f"{value:,.0f}"
+
+
+def markdown(records):
+    """The same as lines of Markdown."""
+    rows = [[cell(*field) for field in record.items()] for record in records]
+    return [f"| {' | '.join(row)} |" for row in (records[0], ["---:"] * len(records[0]), *rows)]
 
 
 def size(n_bytes):
@@ -234,57 +242,98 @@ PROMPT = 128  # tokens of the prompts before decoding is timed
 THOROUGH, QUICK = (128, 5, (512, 4096)), (16, 3, (512,))  # on the CPU a row may take seconds
 
 
-def bench(engine, rows, profile=False, as_json=False, synthetic=None):
+def bench(engine, rows, profile=False, as_json=False, synthetic=None, folder=None):
     """Time decoding at each number of sequences in `rows`, and prefill; print a table or JSON.
 
     With drafts on, decoding is timed once more with them. synthetic: the share of drafts that are
-    to be right; the proposer works as ever, then its tokens are replaced.
+    to be right; the proposer works as ever, then its tokens are replaced. folder: where to put the
+    evidence, see write_evidence.
     """
     rng = np.random.default_rng(7)
     new, repeats, prefills = QUICK if engine.ops.name == "cpu" else THOROUGH
+    middle = repeats // 2
     require(max(rows) * engine.pages_for(range(PROMPT), new) <= engine.pool.n_pages,
             f"{max(rows)} sequences of {PROMPT + new} tokens do not fit at once in "
             f"{engine.pool.n_pages * PAGE} tokens of KV cache; use fewer --rows or a larger --ctx")
 
     def run(n, prompt, new):
-        """Seconds to the last first token, seconds from there to the end."""
+        """Seconds to the last first token and from there to the end; in the steps after it,
+        microseconds a step that Python did not wait for the card."""
         requests = [engine.submit(rng.integers(0, engine.cfg.n_vocab, prompt).tolist(),
                                   Sampling(temperature=0), new, ignore_eos=True,
                                   speculation=False) for _ in range(n)]
         began = time.perf_counter()
+        while engine.step() and not all(request.first_token for request in requests):
+            pass
+        at, steps, waited = time.perf_counter(), engine.steps, engine.counts["seconds_waited"]
         while engine.step():
             pass
         for request in requests:
             if request.error:
                 raise request.error
+        host = time.perf_counter() - at - (engine.counts["seconds_waited"] - waited)
+        host *= 1e6 / max(1, engine.steps - steps)
         first = max(r.first_token for r in requests)
-        return first - began, max(r.finished for r in requests) - first
+        return first - began, max(r.finished for r in requests) - first, host
 
     roof = engine.ops.measure_bandwidth()
-    result = dict(model=engine.cfg.name, backend=engine.ops.name, card=engine.ops.card_name,
-                  kv=engine.kv.format, read_bandwidth_gb_per_s=roof, decode=[], drafts=[],
+    result = dict(describe_machine(engine), read_bandwidth_gb_per_s=roof, decode=[], drafts=[],
                   prefill=[])
     for n in rows:
         run(n, PROMPT, 4)  # builds the graphs
-        speeds = sorted(n * (new - 1) / run(n, PROMPT, new)[1] for _ in range(repeats))
-        speed = speeds[repeats // 2]
+        _, decoding, hosts = map(sorted, zip(*(run(n, PROMPT, new) for _ in range(repeats))))
+        slowest, speed, fastest = (n * (new - 1) / decoding[i] for i in (-1, middle, 0))
         gigabytes = speed / n * engine.bytes_per_step(n) / 1e9
         result["decode"].append(dict(
-            rows=n, tokens_per_s=speed, slowest=speeds[0], fastest=speeds[-1],
-            ms_per_step=1e3 * n / speed, gb_per_s=gigabytes, share=gigabytes / roof))
+            rows=n, tokens_per_s=speed, slowest=slowest, fastest=fastest,
+            ms_per_step=1e3 * n / speed, host_us=hosts[middle] if engine.ops.steps_ahead else None,
+            gb_per_s=gigabytes, share=gigabytes / roof))
         if type(engine.proposer) is not spec.Proposer:
             result["drafts"].append(bench_drafts(engine, n, new, repeats, synthetic))
     longest = min(engine.page_table.shape[1] * PAGE - 1, engine.cfg.n_ctx)
     for length in (length for length in prefills if length < longest):
         run(1, length, 1)
-        seconds = sorted(run(1, length, 1)[0] for _ in range(repeats))[repeats // 2]
+        seconds = sorted(run(1, length, 1)[0] for _ in range(repeats))
         flop = 2 * engine.weights.active_parameters * length
-        result["prefill"].append(dict(tokens=length, tokens_per_s=length / seconds,
-                                      tflop_per_s=1e-12 * flop / seconds))
+        result["prefill"].append(dict(
+            tokens=length, tokens_per_s=length / seconds[middle], slowest=length / seconds[-1],
+            fastest=length / seconds[0], tflop_per_s=1e-12 * flop / seconds[middle]))
     if profile:
         result["ops"] = profile_ops(engine, rng)
+    if folder:
+        write_evidence(result, Path(folder))
     print(json.dumps(result) if as_json else "\n".join(bench_table(result)))
     return result
+
+
+def describe_machine(engine):
+    """What the numbers of a benchmark are about."""
+    cfg, card = engine.cfg, device.probe()
+    return dict(
+        leone=VERSION, date=time.strftime("%Y-%m-%d"), model=cfg.name, file=engine.gguf.path.name,
+        layers=cfg.n_layers, n_embd=cfg.n_embd, n_ff=cfg.n_ff, n_vocab=cfg.n_vocab,
+        n_experts=cfg.n_experts,
+        matrix_bytes={entry["type"]: entry["bytes"] for entry in count_formats(
+            engine.gguf.tensors.values()) if entry["used_for"] == "matrices"},
+        backend=engine.ops.name, card=engine.ops.card_name, architecture=engine.ops.architecture,
+        driver=card["driver"] if engine.ops.name == "cuda" else None,
+        kernels=engine.ops.fingerprint, kv=engine.kv.format)
+
+
+def write_evidence(result, folder):
+    """A Markdown file with the tables of a benchmark, and all of it as JSON at the end."""
+    folder.mkdir(exist_ok=True)
+    name = re.sub(r"[^\w.]+", "-", f"{result['card']} {Path(result['file']).stem}")
+    facts = {key: value for key, value in result.items()
+             if value and not isinstance(value, list | dict)}
+    lines = [f"# {result['model']} on {result['card']}", "",
+             "Medians of several runs, and the slowest and the fastest run.", "",
+             *(f"- {key}: {cell(key, value)}" for key, value in facts.items()),
+             *(f"- {kind}: {size(n)} of matrices" for kind, n in result["matrix_bytes"].items())]
+    for part in ("decode", "prefill"):
+        lines += ["", *markdown(result[part])] if result[part] else []
+    text = "\n".join([*lines, "", "```json", json.dumps(result), "```", ""])
+    (folder / f"{name}.md").write_text(text)
 
 
 def bench_drafts(engine, n, new, repeats, synthetic):
@@ -348,28 +397,43 @@ def bench_table(result):
         yield from columns([found])
     yield from ("", *columns(result["prefill"]))
     for rows, ops in result.get("ops", {}).items():
-        total = sum(ms for _, ms in ops.values())
-        yield from ("", f"one step of {rows} rows: {total:.3f} ms in ops")
-        yield from columns([dict(op=name, calls=calls, ms=ms, share=ms / total) for
-                            name, (calls, ms) in sorted(ops.items(), key=lambda op: -op[1][1])])
+        total = sum(op["ms"] for op in ops)
+        yield from ("", f"one step of {rows} rows: {total:.3f} ms in ops", *columns(ops))
 
 
 def profile_ops(engine, rng):
-    """{rows: {op: (calls, ms)}} of one eager step of 1 row, and of a full prefill chunk."""
+    """{rows: [what is known of each op]} of one eager step of 1 row, and of a full prefill chunk.
+    """
     found = {}
     for rows in (1, min(engine.prefill_chunk, engine.page_table.shape[1] * PAGE)):
         batch, pages = batch_of(engine, rng.integers(0, engine.cfg.n_vocab, rows).tolist(), 1)
+        mark = engine.ops.mark
         for _ in range(2):  # the first pass warms up
-            mark, found[rows] = engine.ops.mark, {}
-            timed = WatchedOps(engine.ops, mark, lambda _: mark())
+            timed = WatchedOps(engine.ops, lambda *call: (weight_bytes(*call), mark()),
+                               lambda _: mark())
             engine.ops.run_ahead()
             model.forward(engine.cfg, engine.weights, batch, engine.kv, timed)
             engine.ops.synchronize()
-            for name, before, after in timed.calls:
-                calls, ms = found[rows].get(name, (0, 0.0))
-                found[rows][name] = calls + 1, ms + engine.ops.milliseconds(before, after)
+            sums = {}  # name -> calls, ms, bytes
+            for name, (nbytes, before), after in timed.calls:
+                more = 1, engine.ops.milliseconds(before, after), nbytes
+                sums[name] = [a + b for a, b in zip(sums.get(name, (0, 0.0, 0)), more)]
         engine.pool.give(pages)
+        total = sum(ms for _, ms, _ in sums.values())
+        found[rows] = [
+            dict(op=name, calls=calls, ms=ms, share=ms / total, weight_bytes=nbytes or None,
+                 gb_per_s=1e-6 * nbytes / ms or None)
+            for name, (calls, ms, nbytes) in sorted(sums.items(), key=lambda op: -op[1][1])]
     return found
+
+
+def weight_bytes(name, args):
+    """Bytes of the matrix that an op reads, 0 of those that read none or only a part of it."""
+    if name not in ("linear", "linear_add"):
+        return 0
+    parts = ([block.packed for block in args[1].blocks] if isinstance(args[1], device.Matrix) else
+             [panel.values for panel in args[1].panels if panel.values is not None])
+    return sum(part.nbytes for part in parts)
 
 
 def batch_of(engine, ids, wanted):
@@ -385,7 +449,8 @@ def batch_of(engine, ids, wanted):
 
 
 class WatchedOps:
-    """An op table that notes each call of another one: (name, before(), after(what it gave))."""
+    """An op table that notes each call of another one: (name, before(name, arguments), after(what
+    it gave))."""
 
     def __init__(self, ops, before, after):
         self.ops, self.before, self.after, self.calls = ops, before, after, []
@@ -394,7 +459,7 @@ class WatchedOps:
         op = getattr(self.ops, name)
 
         def watched(*args, **options):
-            before, result = self.before(), op(*args, **options)
+            before, result = self.before(name, args), op(*args, **options)
             given = args[-1] if result is None else result  # ops without result change h, the last
             self.calls.append((name, before, self.after(given)))
             return result
@@ -454,7 +519,7 @@ def buffers_of(engine, text):
 
     batch, _ = batch_of(engine, ids, len(ids))
     engine.weights.layers = numbered(engine.weights.layers)
-    watched = WatchedOps(engine.ops, lambda: place["layer"], copied)
+    watched = WatchedOps(engine.ops, lambda *_: place["layer"], copied)
     model.forward(engine.cfg, engine.weights, batch, engine.kv, watched)
     return watched.calls
 

@@ -83,7 +83,8 @@ def build_parser():
     def command(name, run, summary, *options, prompt=False):
         sub = commands.add_parser(name, help=summary, description=summary)
         sub.set_defaults(run=run)
-        sub.add_argument("-m", "--model", required=True, metavar="FILE", help="GGUF file")
+        sub.add_argument("-m", "--model", required=run is not run_bench, metavar="FILE",
+                         help="GGUF file")
         if prompt:
             source = sub.add_mutually_exclusive_group(required=True)
             source.add_argument("-p", "--prompt", metavar="TEXT")
@@ -123,6 +124,11 @@ def build_parser():
     sub.add_argument("--rows", default="1,8", metavar="N,N", help="sequences at once (default 1,8)")
     sub.add_argument("--profile", action="store_true", help="time each op")
     sub.add_argument("--evidence", metavar="DIR", help="also write a file about it to this folder")
+    sub.add_argument("--serve", metavar="URL",
+                     help="measure a running server of the OpenAI API instead of a model")
+    sub.add_argument("--users", default="1,2,4,8,16,32,64", metavar="N,N",
+                     help="with --serve: users at once (default %(default)s)")
+    sub.add_argument("--api-key", metavar="KEY", help="with --serve: to send to the server")
 
     sub = command("perplexity", run_perplexity, "Perplexity of a text in windows.",
                   *(option for option in OPTIONS if option != "--draft"), prompt=True)
@@ -237,9 +243,15 @@ def run_tokenize(args):
 
 
 def run_bench(args):
-    require(re.fullmatch("[1-9][0-9]{0,5}(,[1-9][0-9]{0,5})*", args.rows),
-            f'--rows is "{args.rows}"; give numbers such as 1,8,64')
-    rows = [int(n) for n in args.rows.split(",")]
+    for name in "rows", "users":
+        value = getattr(args, name)
+        require(re.fullmatch("[1-9][0-9]{0,5}(,[1-9][0-9]{0,5})*", value),
+                f'--{name} is "{value}"; give numbers such as 1,8,64')
+    rows, users = ([int(n) for n in value.split(",")] for value in (args.rows, args.users))
+    require(bool(args.model) != bool(args.serve),
+            "give a model with -m FILE, or a running server with --serve URL")
+    if args.serve:
+        return tools.bench_server(args.serve, users, args.api_key, args.json)
     require(0 <= (args.synthetic_acceptance or 0) <= 1,
             "--synthetic-acceptance must lie in 0 to 1")
     require(args.synthetic_acceptance is None or args.draft != "off",

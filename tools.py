@@ -1,10 +1,15 @@
 """What a user asks about a model, a machine or an answer: doctor, bench, ..., replay."""
+import itertools
 import json
 import math
 import re
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPException
 from pathlib import Path
+from urllib.error import HTTPError
+from urllib.request import ProxyHandler, Request, build_opener
 
 import numpy as np
 
@@ -434,6 +439,90 @@ def weight_bytes(name, args):
     parts = ([block.packed for block in args[1].blocks] if isinstance(args[1], device.Matrix) else
              [panel.values for panel in args[1].panels if panel.values is not None])
     return sum(part.nbytes for part in parts)
+
+
+# ---- bench --serve -------------------------------------------------------------------------------
+
+ANSWER, SERVE_REPEATS = 128, 3  # tokens of each answer; runs that count
+SERVE_TIMEOUT = 600  # seconds without a byte
+LANGUAGES = "Python", "C", "Rust", "Go"
+TASKS = (
+    "reverses a linked list", "splits a line of CSV with quotes", "merges overlapping intervals",
+    "finds the shortest way through a grid", "counts the words of a file", "sorts by merging",
+    "evaluates an arithmetic expression", "checks whether brackets match", "multiplies matrices",
+    "forgets the least recently used entries of a cache", "reads Roman numerals", "finds primes",
+    "searches a sorted list", "prints a tree level by level", "compresses text by run lengths",
+    "tells valid IPv4 addresses from others")
+
+
+def task(number):
+    """A coding task, another one for each number."""
+    language, what = LANGUAGES[number // len(TASKS) % len(LANGUAGES)], TASKS[number % len(TASKS)]
+    return f"Write a function in {language} that {what}. Call it f{number}."
+
+
+def bench_server(url, users, api_key=None, as_json=False):
+    """Time a server of the OpenAI API, this one or another, with each number of `users` at once,
+    each of whom asks for ANSWER tokens; print a table. Raises RequestError if one gets no answer.
+    """
+    try:
+        model_name, records = time_server(url.rstrip("/"), users, api_key)
+    except HTTPError as error:
+        said = error.read(300).decode(errors="replace")
+        raise RequestError(f"{error.url} answered with status {error.code}: {said}") from None
+    except (OSError, HTTPException) as error:
+        raise RequestError(f"{url} does not answer: {getattr(error, 'reason', error)}; start a "
+                           "server there, or give the URL of another one") from None
+    except (ValueError, LookupError, TypeError, AttributeError):
+        raise RequestError(f"{url} is no server of the OpenAI API; give a URL such as "
+                           "http://127.0.0.1:8080") from None
+    print(json.dumps(dict(model=model_name, tokens=ANSWER, serve=records)) if as_json else
+          "\n".join([f"{model_name}, {ANSWER} tokens for each user", "", *markdown(records)]))
+
+
+def time_server(url, users, api_key):
+    """(name of its model, a record for each number of users)."""
+    opener, numbers, records = build_opener(ProxyHandler({})), itertools.count(), []
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {api_key or 'none'}"}
+
+    def ask(path, body=None):
+        data = body and json.dumps(body).encode()
+        return opener.open(Request(url + path, data, headers), timeout=SERVE_TIMEOUT)
+
+    def answer(number):
+        """(milliseconds to the first token, tokens)"""
+        began, first, tokens = time.perf_counter(), None, 0
+        with ask("/v1/chat/completions", dict(
+                model=model_name, messages=[dict(role="user", content=task(number))],
+                max_tokens=ANSWER, temperature=0, ignore_eos=True, stream=True,
+                stream_options=dict(include_usage=True))) as response:
+            for line in response:
+                event = json.loads(line[6:]) if line.startswith(b"data: {") else {}
+                require("error" not in event, f"{url} failed: {event.get('error')}")
+                delta = event["choices"][0]["delta"] if event.get("choices") else {}
+                if delta.get("content") or delta.get("reasoning_content"):
+                    first = first or 1e3 * (time.perf_counter() - began)
+                tokens = (event.get("usage") or {}).get("completion_tokens", tokens)
+        require(first and tokens, f"{url} gave no text, or did not say of how many tokens")
+        return first, tokens
+
+    def run(count):
+        """(tokens a second of all users together, milliseconds to the first token of each)."""
+        began = time.perf_counter()
+        firsts, tokens = zip(*pool.map(answer, itertools.islice(numbers, count)))
+        return sum(tokens) / (time.perf_counter() - began), firsts
+
+    with ask("/v1/models") as response:
+        model_name = json.load(response)["data"][0]["id"]
+    with ThreadPoolExecutor(max(users)) as pool:
+        for count in users:
+            run(count)  # builds the graphs
+            speeds, firsts = zip(*(run(count) for _ in range(SERVE_REPEATS)))
+            slowest, speed, fastest = np.quantile(speeds, (0, 0.5, 1)).tolist()
+            first, latest = np.quantile(firsts, (0.5, 1)).tolist()
+            records.append(dict(users=count, tokens_per_s=speed, slowest=slowest, fastest=fastest,
+                                first_token_ms=first, latest_ms=latest))
+    return model_name, records
 
 
 def batch_of(engine, ids, wanted):

@@ -709,6 +709,7 @@ class Engine:
         tokens, logprobs, end = tokens.tolist(), logprobs.tolist(), 0
         for request, ids, _, wanted in step.chosen:
             drafts, accepted, end = ids[len(ids) - wanted + 1:], 0, end + wanted
+            request.drafted += len(drafts)  # before anybody hears of the end
             for i, row in enumerate(range(end - wanted, end)):
                 token, logprob = tokens[row], logprobs[row]
                 if request.finish_reason is not None:  # it ended after this step was launched
@@ -717,15 +718,14 @@ class Engine:
                     request.top.append(most_likely(step.logits[row], request.top_logprobs,
                                                    token, logprob))
                 right = drafts[i:i + 1] == [token]  # then the next row had the right token
-                self.accept(request, token, logprob, right)
                 accepted += right
+                request.accepted += right
+                self.accept(request, token, logprob, right)
                 if not right or request.cancelled:
                     break
             if request in step.wants:  # no other step names it: all its tokens are known now
                 self.controller.learn(request, len(drafts), accepted)
                 request.sampled = len(request.tokens)
-                request.drafted += len(drafts)
-                request.accepted += accepted
                 self.counts.update(drafted_tokens=len(drafts), accepted_tokens=accepted)
             request.in_flight -= 1
         self.sweep()

@@ -1279,6 +1279,32 @@ def test_snippets_of_the_readme(small_smol):
         assert run.returncode == 0 and len(run.stdout) > 20, run
 
 
+# ---- drafts ----------------------------------------------------------------------------------
+
+
+def test_answers_say_what_was_drafted(capsys):
+    """In usage and for each token; drafts that repeat the prompt, right or wrong."""
+    fields = dict(messages=[{"role": "user", "content": "ab " * 20}], temperature=0, max_tokens=40,
+                  logprobs=True, ignore_eos=True)
+    with serve(lambda: open_model(quantised("llama3"), "cpu", draft="ngram", draft_length=3)) as s:
+        _, _, plain = call(s, "POST", "/v1/chat/completions", {**fields, "speculation": False})
+        _, _, body = call(s, "POST", "/v1/chat/completions", fields)
+        with open_stream(s, **fields, stream_options={"include_usage": True}) as sock:
+            events = events_of(read_all(sock))
+        stats = s.engine.stats
+    details = body["usage"]["completion_tokens_details"]
+    assert events[-1]["usage"]["completion_tokens_details"] == details
+    entries = body["choices"][0]["logprobs"]["content"]
+    assert entries == [entry for event in events for choice in event["choices"]
+                       for entry in (choice.get("logprobs") or {"content": []})["content"]]
+    drafted = [entry.pop("drafted", False) for entry in entries]
+    assert 0 < sum(drafted) == details["accepted_prediction_tokens"] < len(drafted)
+    assert sum(details.values()) == stats["drafted_tokens"] / 2
+    assert plain["usage"]["completion_tokens_details"] == {
+        "accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0}
+    assert entries == plain["choices"][0]["logprobs"]["content"]
+
+
 # ---- bench --serve ---------------------------------------------------------------------------
 
 
@@ -1319,8 +1345,8 @@ def test_bench_of_what_is_no_server(instant, capsys):
     free = socket.socket()
     free.bind(("127.0.0.1", 0))  # nobody listens there
     mistakes = {"http://127.0.0.1:%d" % free.getsockname()[1]: "does not answer",
-                instant.url + "/v1": "status 404", "nonsense": "no server of the OpenAI API",
-                "http://": "does not answer", "http://[": "no server"}
+                instant.url + "/v1": "status 404", "nonsense": "like a server of the OpenAI API",
+                "http://": "does not answer", "http://[": "such as http"}
     with serve(InstantEngine(context=4)) as small, serve(InstantEngine("")) as silent:
         capsys.readouterr()  # the servers' log
         mistakes |= {small.url: "status 400", silent.url: "gave no text"}

@@ -271,11 +271,7 @@ def bench(engine, rows, profile=False, as_json=False, synthetic=None, folder=Non
         while engine.step() and not all(request.first_token for request in requests):
             pass
         at, steps, waited = time.perf_counter(), engine.steps, engine.counts["seconds_waited"]
-        while engine.step():
-            pass
-        for request in requests:
-            if request.error:
-                raise request.error
+        finish(engine, requests)
         host = time.perf_counter() - at - (engine.counts["seconds_waited"] - waited)
         host *= 1e6 / max(1, engine.steps - steps)
         first = max(r.first_token for r in requests)
@@ -294,7 +290,8 @@ def bench(engine, rows, profile=False, as_json=False, synthetic=None, folder=Non
             ms_per_step=1e3 * n / speed, host_us=hosts[middle] if engine.ops.steps_ahead else None,
             gb_per_s=gigabytes, share=gigabytes / roof))
         if type(engine.proposer) is not spec.Proposer:
-            result["drafts"].append(bench_drafts(engine, n, new, repeats, synthetic))
+            prompts = rng.integers(0, engine.cfg.n_vocab, (n, PROMPT)).tolist()
+            result["drafts"].append(bench_drafts(engine, prompts, new, repeats, synthetic))
     longest = min(engine.page_table.shape[1] * PAGE - 1, engine.cfg.n_ctx)
     for length in (length for length in prefills if length < longest):
         run(1, length, 1)
@@ -311,13 +308,21 @@ def bench(engine, rows, profile=False, as_json=False, synthetic=None, folder=Non
     return result
 
 
+def finish(engine, requests):
+    """Steps until all is done. Raises the error of a request that failed."""
+    while engine.step():
+        pass
+    for request in requests:
+        if request.error:
+            raise request.error
+
+
 def describe_machine(engine):
     """What the numbers of a benchmark are about."""
     cfg, card = engine.cfg, device.probe()
     return dict(
         leone=VERSION, date=time.strftime("%Y-%m-%d"), model=cfg.name, file=engine.gguf.path.name,
-        layers=cfg.n_layers, n_embd=cfg.n_embd, n_ff=cfg.n_ff, n_vocab=cfg.n_vocab,
-        n_experts=cfg.n_experts,
+        layers=cfg.n_layers, n_embd=cfg.n_embd, n_vocab=cfg.n_vocab, n_experts=cfg.n_experts,
         matrix_bytes={entry["type"]: entry["bytes"] for entry in count_formats(
             engine.gguf.tensors.values()) if entry["used_for"] == "matrices"},
         backend=engine.ops.name, card=engine.ops.card_name, architecture=engine.ops.architecture,
@@ -326,35 +331,30 @@ def describe_machine(engine):
 
 
 def write_evidence(result, folder):
-    """A Markdown file with the tables of a benchmark, and all of it as JSON at the end."""
+    """A Markdown file: the tables of a benchmark, then all that is known of it as JSON."""
     folder.mkdir(exist_ok=True)
     name = re.sub(r"[^\w.]+", "-", f"{result['card']} {Path(result['file']).stem}")
-    facts = {key: value for key, value in result.items()
-             if value and not isinstance(value, list | dict)}
-    lines = [f"# {result['model']} on {result['card']}", "",
-             "Medians of several runs, and the slowest and the fastest run.", "",
-             *(f"- {key}: {cell(key, value)}" for key, value in facts.items()),
-             *(f"- {kind}: {size(n)} of matrices" for kind, n in result["matrix_bytes"].items())]
-    for part in ("decode", "prefill"):
-        lines += ["", *markdown(result[part])] if result[part] else []
-    text = "\n".join([*lines, "", "```json", json.dumps(result), "```", ""])
-    (folder / f"{name}.md").write_text(text)
+    tables = ["\n".join(markdown(result[part])) for part in ("decode", "prefill") if result[part]]
+    (folder / f"{name}.md").write_text("\n\n".join([
+        f"# {result['model']} on {result['card']}",
+        "Medians of several runs, and the slowest and the fastest run.", *tables,
+        f"```json\n{json.dumps(result, indent=1)}\n```\n"]))
 
 
-def bench_drafts(engine, n, new, repeats, synthetic):
-    """Decode `n` sequences plainly, then the same ones with drafts, of which a share of `synthetic`
-    is made right if it is not None."""
-    rng, real = np.random.default_rng(8), engine.proposer
-    prompts = [rng.integers(0, engine.cfg.n_vocab, PROMPT).tolist() for _ in range(n)]
+def bench_drafts(engine, prompts, new, repeats, synthetic=None, ignore_eos=True):
+    """Decode `prompts` plainly, then the same ones with drafts, of which a share of `synthetic` is
+    made right if it is not None."""
+    real, controller = engine.proposer, engine.controller
 
     def run(speculation):
-        requests = [engine.submit(prompt, Sampling(temperature=0), new, ignore_eos=True,
+        """Tokens a second behind the first ones, {prompt: tokens}."""
+        requests = [engine.submit(prompt, Sampling(temperature=0), new, ignore_eos,
                                   speculation=speculation) for prompt in prompts]
-        while engine.step():
-            pass
+        finish(engine, requests)
         began, ended = (max(getattr(r, name) for r in requests)
                         for name in ("first_token", "finished"))
-        return n * (new - 1) / (ended - began), {tuple(r.prompt): r.tokens for r in requests}
+        answers = {tuple(r.prompt): r.tokens for r in requests}
+        return (sum(map(len, answers.values())) - len(answers)) / (ended - began), answers
 
     plain, (_, answers) = sorted(run(False)[0] for _ in range(repeats)), run(False)
     if synthetic is not None:
@@ -362,14 +362,38 @@ def bench_drafts(engine, n, new, repeats, synthetic):
     run(True)  # builds graphs, learns what pays
     before = engine.stats
     drafted = sorted(run(True)[0] for _ in range(repeats))
-    after, engine.proposer, controller = engine.stats, real, engine.controller
-    tokens, sweeps = (after[name] - before[name] for name in ("generated_tokens", "sweeps"))
-    tokens -= n * repeats  # the first ones, which the prompts' last rows gave
-    tried = controller.tried[-1, 1:]
-    return dict(rows=n, synthetic_acceptance=synthetic, tokens_per_s=drafted[repeats // 2],
-                gain=drafted[repeats // 2] / plain[repeats // 2], tokens_per_sweep=tokens / sweeps,
+    engine.proposer, after = real, engine.stats
+    tokens, sweeps, drafts, right = (after[name] - before[name] for name in (
+        "generated_tokens", "sweeps", "drafted_tokens", "accepted_tokens"))
+    tokens -= len(prompts) * repeats  # the first ones, which the prompts' last rows gave
+    require(tokens, "an answer ends with its first token, and nothing can be measured")
+    plain, speed, tried = plain[repeats // 2], drafted[repeats // 2], controller.tried[-1, 1:]
+    return dict(rows=len(prompts), synthetic_acceptance=synthetic, tokens_per_s=speed,
+                plain_tokens_per_s=plain, gain=speed / plain, tokens_per_sweep=tokens / sweeps,
+                drafts_per_token=drafts / tokens, accepted=right / max(1, drafts),
                 right_by_place=(controller.right[-1, 1:] / np.maximum(tried, 1e-9))[tried > 0.5]
                 .tolist())
+
+
+def bench_prompts(engine, path, as_json=False):
+    """What drafts do for the answers to the prompts of a JSON file [{"kind": text, "prompt": list
+    of lines}, ..], one after another, through the chat template, up to their end; print a table."""
+    try:
+        prompts = [(item["kind"], "\n".join(item["prompt"]))
+                   for item in json.loads(Path(path).read_bytes())]
+    except (ValueError, TypeError, LookupError):
+        raise RequestError(f"{path} is no JSON list of objects with a kind and a prompt") from None
+    new, repeats = (64, 1) if engine.ops.name == "cpu" else (512, 5)
+    records = []
+    for kind, text in prompts:
+        ids = engine.chat_tokens([dict(role="user", content=text)])
+        found = bench_drafts(engine, [ids], new, repeats, ignore_eos=False)
+        del found["synthetic_acceptance"], found["right_by_place"], found["rows"]
+        records.append(dict(kind=kind, prompt_tokens=len(ids), **found))
+    gains = {kind: float(np.median([r["gain"] for r in records if r["kind"] == kind]))
+             for kind, _ in prompts}
+    print(json.dumps(dict(prompts=records, median_gain=gains)) if as_json else
+          "\n".join([*columns(records), "", "median gain", *columns([gains])]))
 
 
 class Synthetic(spec.Proposer):
@@ -443,16 +467,12 @@ def weight_bytes(name, args):
 
 # ---- bench --serve -------------------------------------------------------------------------------
 
-ANSWER, SERVE_REPEATS = 128, 3  # tokens of each answer; runs that count
-SERVE_TIMEOUT = 600  # seconds without a byte
-LANGUAGES = "Python", "C", "Rust", "Go"
-TASKS = (
-    "reverses a linked list", "splits a line of CSV with quotes", "merges overlapping intervals",
-    "finds the shortest way through a grid", "counts the words of a file", "sorts by merging",
-    "evaluates an arithmetic expression", "checks whether brackets match", "multiplies matrices",
-    "forgets the least recently used entries of a cache", "reads Roman numerals", "finds primes",
-    "searches a sorted list", "prints a tree level by level", "compresses text by run lengths",
-    "tells valid IPv4 addresses from others")
+# Tokens of each answer, runs that count, seconds without a byte.
+ANSWER, SERVE_REPEATS, SERVE_TIMEOUT = 128, 3, 600
+LANGUAGES = "Python", "C", "Rust", "Go", "Java", "JavaScript", "Haskell", "Lua"
+TASKS = ("reverses a linked list", "splits a line of CSV with quotes", "sorts by merging",
+         "finds the shortest way through a grid", "evaluates an arithmetic expression",
+         "reads Roman numerals", "prints a tree level by level", "merges overlapping intervals")
 
 
 def task(number):
@@ -470,12 +490,9 @@ def bench_server(url, users, api_key=None, as_json=False):
     except HTTPError as error:
         said = error.read(300).decode(errors="replace")
         raise RequestError(f"{error.url} answered with status {error.code}: {said}") from None
-    except (OSError, HTTPException) as error:
-        raise RequestError(f"{url} does not answer: {getattr(error, 'reason', error)}; start a "
-                           "server there, or give the URL of another one") from None
-    except (ValueError, LookupError, TypeError, AttributeError):
-        raise RequestError(f"{url} is no server of the OpenAI API; give a URL such as "
-                           "http://127.0.0.1:8080") from None
+    except (OSError, HTTPException, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise RequestError(f"{url} does not answer like a server of the OpenAI API ({error}); give "
+                           "the URL of another one, such as http://127.0.0.1:8080") from None
     print(json.dumps(dict(model=model_name, tokens=ANSWER, serve=records)) if as_json else
           "\n".join([f"{model_name}, {ANSWER} tokens for each user", "", *markdown(records)]))
 

@@ -11,7 +11,7 @@ import itertools
 import math
 import struct
 import weakref
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -228,6 +228,10 @@ class Matrix:
     rows: int
     cols: int
     count: int
+
+    def first(self, rows):
+        """Its first rows, of the first block."""
+        return replace(self, rows=rows, blocks=(replace(self.blocks[0], rows=rows),))
 
 
 @dataclass(frozen=True)

@@ -353,8 +353,8 @@ class Engine:
         """
         ids = self.checked_ids(ids)
         with self.lone_sequence(len(ids)) as slot:
-            return np.concatenate([self.ops.download(self.forward(self.ops.upload_batch(batch)))
-                                   for batch in self.chunks(slot, ids)])
+            return np.concatenate([self.ops.download(
+                self.forward(self.ops.upload_batch(batch))[0]) for batch in self.chunks(slot, ids)])
 
     def draft_logits(self, ids):
         """Teacher-forced logits of the draft head (MTP), float32 [len(ids) - 1, n_vocab]: row i
@@ -398,9 +398,6 @@ class Engine:
                            self.tile_tokens)
 
     def forward(self, batch):
-        return self.forward_all(batch)[0]
-
-    def forward_all(self, batch):
         """(logits of the rows that want them, the residual stream of all rows)."""
         h = model.trunk(self.cfg, self.weights, batch, self.kv, self.ops)
         return model.output(self.cfg, self.weights, h, batch, self.ops), h
@@ -544,8 +541,7 @@ class Engine:
             self.deliver_all()
             wants = {r: n for r, n in wants.items() if r.finish_reason is None}
         launched = self.launch_step(wants)
-        while len(self.in_flight) > (self.ops.steps_ahead if launched else 0):
-            self.deliver(self.in_flight.popleft())
+        self.deliver_all(but=self.ops.steps_ahead if launched else 0)
         return self.busy
 
     @property
@@ -557,8 +553,8 @@ class Engine:
         self.deliver_all()
         self.drop_cancelled()
 
-    def deliver_all(self):
-        while self.in_flight:
+    def deliver_all(self, but=0):
+        while len(self.in_flight) > but:
             self.deliver(self.in_flight.popleft())
 
     def drop_cancelled(self):
@@ -656,7 +652,7 @@ class Engine:
         sampled = [(r, i) for r, _, _, wanted in chosen for i in range(wanted)]
         if self.last_step:
             self.proposer.leave(self.last_step)
-        *result, logits, h = self.draw("", self.forward_all, batch, sampled)
+        *result, logits, h = self.draw("", self.forward, batch, sampled)
         result = self.ops.fetch(result)
         # Rare and large: these rows wait for their step here, before the next one overwrites them.
         rows_of_logits = {row: self.ops.download_row(logits, row)
@@ -678,18 +674,20 @@ class Engine:
                            sweeps=decoding > 0)
         return True
 
-    def draw(self, name, forward, batch, sampled):
+    def draw(self, name, forward, batch, sampled, rows=None):
         """Launch a forward pass and the drawing of tokens: (tokens, log probabilities, logits, h).
 
-        name: of the graphs, None for no graph. forward: batch -> (logits, h). sampled: for each row
-        of logits (request, i), which draws the request's next token but i.
+        name: of the graphs. forward: batch -> (logits, h). sampled: pairs (request, i), for each of
+        which its request's next token but i is drawn, from these `rows` of logits (default: the
+        first ones).
         """
-        sizes = batch.graph_sizes() if self.ops.captures and name is not None else None
+        sizes = batch.graph_sizes() if self.ops.captures else None
         if sizes:
             batch = batch.padded_to(*sizes)
         draws = np.zeros(len(batch.logit_rows), ROW)  # zeros are padding
-        draws[:len(sampled)] = [request.draw for request, _ in sampled]
-        draws["position"][:len(sampled)] = [len(r.prompt) + r.sampled + i for r, i in sampled]
+        rows = slice(len(sampled)) if rows is None else rows
+        draws[rows] = [request.draw for request, _ in sampled]
+        draws["position"][rows] = [len(r.prompt) + r.sampled + i for r, i in sampled]
         batch, draws = self.ops.upload_batch(batch), self.ops.upload_draws(draws)
 
         def run():
@@ -804,13 +802,11 @@ def most_likely(logits, count, token, logprob):
 
 def split_at_stop(text, stops, last):
     """(text before a stop string, text held back because one may begin there, a stop was found)."""
-    if not stops:
-        return text, "", False
     found = [at for at in (text.find(stop) for stop in stops) if at >= 0]
     if found:
         return text[:min(found)], "", True
-    held = 0 if last else max((n for stop in stops for n in range(1, len(stop))
-                               if text.endswith(stop[:n])), default=0)
+    held = 0 if last or not stops else max((n for stop in stops for n in range(1, len(stop))
+                                           if text.endswith(stop[:n])), default=0)
     return text[:len(text) - held], text[len(text) - held:], False
 
 

@@ -715,7 +715,7 @@ class Engine:
                 if token >= 0 and row in step.logits:
                     request.top.append(most_likely(step.logits[row], request.top_logprobs,
                                                    token, logprob))
-                right = drafts[i:i + 1] == [token]  # then the next row had the right token
+                right = i < len(drafts) and drafts[i] == token  # then the next row was, too
                 accepted += right
                 request.accepted += right
                 self.accept(request, token, logprob, right)
@@ -749,7 +749,8 @@ class Engine:
         last = ended or len(request.tokens) == request.max_tokens
         if last:
             text += request.stream.flush()
-        text, request.held, stopped = split_at_stop(text, request.sampling.stop, last)
+        stop = request.sampling.stop
+        text, request.held, stopped = split_at_stop(text, stop, last) if stop else (text, "", False)
         request.text += text
         request.events.append(Event(token, text, logprob, drafted))
         if ended or stopped:
@@ -805,8 +806,8 @@ def split_at_stop(text, stops, last):
     found = [at for at in (text.find(stop) for stop in stops) if at >= 0]
     if found:
         return text[:min(found)], "", True
-    held = 0 if last or not stops else max((n for stop in stops for n in range(1, len(stop))
-                                           if text.endswith(stop[:n])), default=0)
+    held = 0 if last else max((n for stop in stops for n in range(1, len(stop))
+                               if text.endswith(stop[:n])), default=0)
     return text[:len(text) - held], text[len(text) - held:], False
 
 

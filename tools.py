@@ -436,10 +436,9 @@ def profile_ops(engine, rng):
     found = {}
     for rows in (1, min(engine.prefill_chunk, engine.page_table.shape[1] * PAGE)):
         batch, pages = batch_of(engine, rng.integers(0, engine.cfg.n_vocab, rows).tolist(), 1)
-        mark = engine.ops.mark
         for _ in range(2):  # the first pass warms up
-            timed = WatchedOps(engine.ops, lambda *call: (weight_bytes(*call), mark()),
-                               lambda _: mark())
+            timed = WatchedOps(engine.ops, lambda *call: (weight_bytes(*call), engine.ops.mark()),
+                               lambda _: engine.ops.mark())
             engine.ops.run_ahead()
             model.forward(engine.cfg, engine.weights, batch, engine.kv, timed)
             engine.ops.synchronize()

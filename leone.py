@@ -677,11 +677,11 @@ class Engine:
     def draw(self, name, forward, batch, sampled, rows=None):
         """Launch a forward pass and the drawing of tokens: (tokens, log probabilities, logits, h).
 
-        name: of the graphs. forward: batch -> (logits, h). sampled: pairs (request, i), for each of
-        which its request's next token but i is drawn, from these `rows` of logits (default: the
-        first ones).
+        name: of the graphs, None for no graph. forward: batch -> (logits, h). sampled: pairs
+        (request, i), for each of which its request's next token but i is drawn, from these `rows`
+        of logits (default: the first ones).
         """
-        sizes = batch.graph_sizes() if self.ops.captures else None
+        sizes = batch.graph_sizes() if self.ops.captures and name is not None else None
         if sizes:
             batch = batch.padded_to(*sizes)
         draws = np.zeros(len(batch.logit_rows), ROW)  # zeros are padding

@@ -155,7 +155,7 @@ class DraftModel(Proposer):
             model.forward(self.cfg, self.weights, batch, self.kv, self.engine.ops), None)
         batch = Batch.of([span for span in spans if span[2]], self.engine.page_table,
                          self.tile_tokens)
-        return draw(self.engine, "draft", forward, batch, [(r, place) for r in requests])[0]
+        return draw_last(self.engine, "draft", forward, batch, [(r, place) for r in requests])[0]
 
     def forget(self, request):
         self.read.pop(request, None)
@@ -226,16 +226,18 @@ class Mtp(Proposer):
                          engine.tile_tokens)
         forward = lambda batch: model.mtp(engine.cfg, self.weights, hidden, batch, engine.kv,
                                           engine.ops)
-        return draw(engine, f"mtp {hidden.shape[0]}", forward, batch, [(r, place) for r in wanted])
+        # `hidden` of other sizes, after a step that read prompts, would make graphs without end.
+        name = f"mtp {hidden.shape[0]}" if hidden.shape[0] in GRAPH_SIZES else None
+        return draw_last(engine, name, forward, batch, [(r, place) for r in wanted])
 
 
-def draw(engine, name, forward, batch, sampled):
+def draw_last(engine, name, forward, batch, sampled):
     """(tokens of Engine.draw, its last result), from the rows of `batch` that want logits.
 
     Small batches get logits in all rows: then a graph can be replayed.
     """
     rows, count = slice(None), len(batch.tokens)
-    if engine.ops.captures and sampled and count <= GRAPH_SIZES[-1]:
+    if name and sampled and engine.ops.captures and count <= GRAPH_SIZES[-1]:
         rows, batch.logit_rows = batch.logit_rows, np.arange(count, dtype=np.int32)
     tokens, _, _, last = engine.draw(name, forward, batch, sampled, rows)
     return engine.ops.fetch([tokens])()[0][rows].tolist() if sampled else [], last

@@ -256,7 +256,6 @@ def bench(engine, rows, profile=False, as_json=False, synthetic=None, folder=Non
     """
     rng = np.random.default_rng(7)
     new, repeats, prefills = QUICK if engine.ops.name == "cpu" else THOROUGH
-    middle = repeats // 2
     require(max(rows) * engine.pages_for(range(PROMPT), new) <= engine.pool.n_pages,
             f"{max(rows)} sequences of {PROMPT + new} tokens do not fit at once in "
             f"{engine.pool.n_pages * PAGE} tokens of KV cache; use fewer --rows or a larger --ctx")
@@ -283,12 +282,12 @@ def bench(engine, rows, profile=False, as_json=False, synthetic=None, folder=Non
     for n in rows:
         run(n, PROMPT, 4)  # builds the graphs
         _, decoding, hosts = map(sorted, zip(*(run(n, PROMPT, new) for _ in range(repeats))))
-        slowest, speed, fastest = (n * (new - 1) / decoding[i] for i in (-1, middle, 0))
+        slowest, speed, fastest = (n * (new - 1) / decoding[i] for i in (-1, repeats // 2, 0))
         gigabytes = speed / n * engine.bytes_per_step(n) / 1e9
         result["decode"].append(dict(
             rows=n, tokens_per_s=speed, slowest=slowest, fastest=fastest,
-            ms_per_step=1e3 * n / speed, host_us=hosts[middle] if engine.ops.steps_ahead else None,
-            gb_per_s=gigabytes, share=gigabytes / roof))
+            ms_per_step=1e3 * n / speed, gb_per_s=gigabytes, share=gigabytes / roof,
+            host_us=hosts[repeats // 2] if engine.ops.steps_ahead else None))
         if type(engine.proposer) is not spec.Proposer:
             prompts = rng.integers(0, engine.cfg.n_vocab, (n, PROMPT)).tolist()
             result["drafts"].append(bench_drafts(engine, prompts, new, repeats, synthetic))
@@ -296,15 +295,15 @@ def bench(engine, rows, profile=False, as_json=False, synthetic=None, folder=Non
     for length in (length for length in prefills if length < longest):
         run(1, length, 1)
         seconds = sorted(run(1, length, 1)[0] for _ in range(repeats))
-        flop = 2 * engine.weights.active_parameters * length
+        slowest, speed, fastest = (length / seconds[i] for i in (-1, repeats // 2, 0))
         result["prefill"].append(dict(
-            tokens=length, tokens_per_s=length / seconds[middle], slowest=length / seconds[-1],
-            fastest=length / seconds[0], tflop_per_s=1e-12 * flop / seconds[middle]))
+            tokens=length, tokens_per_s=speed, slowest=slowest, fastest=fastest,
+            tflop_per_s=2e-12 * engine.weights.active_parameters * speed))
     if profile:
         result["ops"] = profile_ops(engine, rng)
+    print(json.dumps(result) if as_json else "\n".join(bench_table(result)))
     if folder:
         write_evidence(result, Path(folder))
-    print(json.dumps(result) if as_json else "\n".join(bench_table(result)))
     return result
 
 
@@ -418,7 +417,7 @@ def bench_table(result):
     yield (f"{result['model']}, {result['card']}, {result['kv']} KV, "
            f"memory reads {result['read_bandwidth_gb_per_s']:.0f} GB/s")
     yield from ("", *columns(result["decode"]))
-    for found in result["drafts"]:
+    for found in map(dict, result["drafts"]):
         assumed = found.pop("synthetic_acceptance")
         places = " ".join(f"{share:.0%}" for share in found.pop("right_by_place"))
         yield from ("", "with drafts, right by place: " + places + (

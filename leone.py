@@ -603,7 +603,9 @@ class Engine:
         that waited longest have their turn."""
         decoding = [r for r in self.active
                     if r.finish_reason is None and 0 < r.sampled < r.max_tokens]
-        return sorted(decoding, key=lambda r: (r.last_step, r.sampled))[:self.max_rows]
+        if len(decoding) > self.max_rows:
+            decoding.sort(key=lambda r: (r.last_step, r.sampled))
+        return decoding[:self.max_rows]
 
     def choose_rows(self, wants):
         """[(request, tokens, position, wanted)]: decoding sequences, each with its drafts, then
@@ -652,7 +654,7 @@ class Engine:
         sampled = [(r, i) for r, _, _, wanted in chosen for i in range(wanted)]
         if self.last_step:
             self.proposer.leave(self.last_step)
-        *result, logits, h = self.draw("", self.forward, batch, sampled)
+        *result, logits, h = self.draw("", self.forward, batch, sampled, slice(len(sampled)))
         result = self.ops.fetch(result)
         # Rare and large: these rows wait for their step here, before the next one overwrites them.
         rows_of_logits = {row: self.ops.download_row(logits, row)
@@ -674,18 +676,17 @@ class Engine:
                            sweeps=decoding > 0)
         return True
 
-    def draw(self, name, forward, batch, sampled, rows=None):
+    def draw(self, name, forward, batch, sampled, rows):
         """Launch a forward pass and the drawing of tokens: (tokens, log probabilities, logits, h).
 
         name: of the graphs, None for no graph. forward: batch -> (logits, h). sampled: pairs
         (request, i), for each of which its request's next token but i is drawn, from these `rows`
-        of logits (default: the first ones).
+        of logits.
         """
         sizes = batch.graph_sizes() if self.ops.captures and name is not None else None
         if sizes:
             batch = batch.padded_to(*sizes)
         draws = np.zeros(len(batch.logit_rows), ROW)  # zeros are padding
-        rows = slice(len(sampled)) if rows is None else rows
         draws[rows] = [request.draw for request, _ in sampled]
         draws["position"][rows] = [len(r.prompt) + r.sampled + i for r, i in sampled]
         batch, draws = self.ops.upload_batch(batch), self.ops.upload_draws(draws)

@@ -94,7 +94,7 @@ def run_hashed(e, submissions, together):
     """The same, each outcome with the SHA-256 of the logits that its tokens were drawn from."""
     logits, draw = collections.defaultdict(dict), e.draw  # seed -> place in the answer -> bytes
 
-    def watched(name, forward, batch, sampled, rows=None):
+    def watched(name, forward, batch, sampled, rows):
         result = draw(name, forward, batch, sampled, rows)
         if name == "":  # of the model, not of a draft; what follows a wrong draft is overwritten
             for row, (request, i) in zip(e.ops.download(result[2]), sampled):

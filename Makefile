@@ -7,6 +7,7 @@ PYTHON ?= python3
 PROMPT ?= The capital of France is
 N ?= 64
 MODEL ?=
+ROWS ?= 1,8
 DEFAULT_MODEL := models/SmolLM2-135M-Instruct.Q4_1.gguf
 
 # `value` hands the text on as it was typed: make must not expand a $ inside a prompt or a path.
@@ -33,8 +34,8 @@ help:           ## print this list
 generate: venv $(FETCHED_MODEL) kernels-for-card  ## answer PROMPT in N tokens, on the GPU if any
 	@$(VENV_PYTHON) leone.py generate -m "$$LEONE_MODEL" --prompt="$$LEONE_PROMPT" -n "$(N)"
 
-bench: venv $(FETCHED_MODEL) kernels-for-card  ## measure decode and prefill of MODEL
-	@$(VENV_PYTHON) leone.py bench -m "$$LEONE_MODEL"
+bench: venv $(FETCHED_MODEL) kernels-for-card  ## measure MODEL at ROWS sequences, into bench/
+	@$(VENV_PYTHON) leone.py bench -m "$$LEONE_MODEL" --rows "$(ROWS)" --evidence bench
 
 # ---- Setting up ------------------------------------------------------------------------------
 

@@ -217,6 +217,7 @@ class Choice:
         """Logprob entries of the tokens whose text has begun to come out with this event."""
         self.unsure.append((self.sampled_bytes, {
             **self.entry(event.token, event.logprob),
+            **({"drafted": True} if event.drafted else {}),
             "top_logprobs": [self.entry(*pair) for pair in next(self.top, [])]}))
         self.sampled_bytes += len(self.bytes_of(event.token, event.token in self.shown))
         self.sure_bytes += len(event.text.encode())

@@ -74,6 +74,12 @@ OPTIONS = {  # that several commands have
 }
 
 
+def numbers(text):
+    require(re.fullmatch("[1-9][0-9]{0,5}(,[1-9][0-9]{0,5})*", text),
+            f'"{text}" is no list of numbers; give some such as 1,8,64')
+    return [int(n) for n in text.split(",")]
+
+
 def build_parser():
     parser = Parser(prog="leone.py", description="Run a language model from a GGUF file: the same "
                                                  "bits whatever the load.")
@@ -83,7 +89,8 @@ def build_parser():
     def command(name, run, summary, *options, prompt=False):
         sub = commands.add_parser(name, help=summary, description=summary)
         sub.set_defaults(run=run)
-        sub.add_argument("-m", "--model", required=True, metavar="FILE", help="GGUF file")
+        sub.add_argument("-m", "--model", required=run is not run_bench, metavar="FILE",
+                         help="GGUF file")
         if prompt:
             source = sub.add_mutually_exclusive_group(required=True)
             source.add_argument("-p", "--prompt", metavar="TEXT")
@@ -120,8 +127,16 @@ def build_parser():
     sub.set_defaults(draft="off")
     sub.add_argument("--synthetic-acceptance", type=float, metavar="SHARE",
                      help="with --draft: measure as if this share of the drafts were right")
-    sub.add_argument("--rows", default="1,8", metavar="N,N", help="sequences at once (default 1,8)")
+    sub.add_argument("--prompts", metavar="FILE",
+                     help="with --draft: measure on prompts such as those of tests/prompts.json")
+    sub.add_argument("--rows", type=numbers, default="1,8", metavar="N,N", help="default 1,8")
     sub.add_argument("--profile", action="store_true", help="time each op")
+    sub.add_argument("--evidence", metavar="DIR", help="also write a file about it to this folder")
+    sub.add_argument("--serve", metavar="URL",
+                     help="measure a running server of the OpenAI API instead of a model")
+    sub.add_argument("--users", type=numbers, default="1,2,4,8,16,32,64", metavar="N,N",
+                     help="with --serve: users at once (default %(default)s)")
+    sub.add_argument("--api-key", metavar="KEY", help="with --serve: to send to the server")
 
     sub = command("perplexity", run_perplexity, "Perplexity of a text in windows.",
                   *(option for option in OPTIONS if option != "--draft"), prompt=True)
@@ -236,15 +251,18 @@ def run_tokenize(args):
 
 
 def run_bench(args):
-    require(re.fullmatch("[1-9][0-9]{0,5}(,[1-9][0-9]{0,5})*", args.rows),
-            f'--rows is "{args.rows}"; give numbers such as 1,8,64')
-    rows = [int(n) for n in args.rows.split(",")]
-    require(0 <= (args.synthetic_acceptance or 0) <= 1,
-            "--synthetic-acceptance must lie in 0 to 1")
-    require(args.synthetic_acceptance is None or args.draft != "off",
-            "--synthetic-acceptance needs drafts; say --draft ngram, mtp or a path too")
-    with open_engine(args, max_rows=max(rows)) as engine:
-        tools.bench(engine, rows, args.profile, args.json, args.synthetic_acceptance)
+    require(bool(args.model) != bool(args.serve),
+            "give a model with -m FILE, or a running server with --serve URL")
+    if args.serve:
+        return tools.bench_server(args.serve, args.users, args.api_key, args.json)
+    require(0 <= (args.synthetic_acceptance or 0) <= 1, "--synthetic-acceptance must be 0 to 1")
+    require((args.synthetic_acceptance, args.prompts) == (None, None) or args.draft != "off",
+            "--synthetic-acceptance and --prompts need drafts; say --draft ngram, mtp or a path")
+    with open_engine(args, max_rows=max(args.rows)) as engine:
+        if args.prompts:
+            return tools.bench_prompts(engine, args.prompts, args.json)
+        tools.bench(engine, args.rows, args.profile, args.json, args.synthetic_acceptance,
+                    args.evidence)
 
 
 def run_perplexity(args):

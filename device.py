@@ -11,8 +11,9 @@ import itertools
 import math
 import struct
 import weakref
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from gguf import quants
@@ -114,8 +115,7 @@ def cubin_state():
 # ---- memory and launches ---------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Buffer:
+class Buffer(NamedTuple):  # quickly made: a step makes hundreds
     """A piece of device memory: address, shape and NumPy dtype of what lies there."""
     ptr: int
     shape: tuple
@@ -123,7 +123,7 @@ class Buffer:
 
     @property
     def nbytes(self):
-        return int(np.prod(self.shape)) * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
     def view(self, shape, dtype=None, offset=0):
         return Buffer(self.ptr + offset, tuple(shape), np.dtype(dtype or self.dtype))
@@ -228,6 +228,10 @@ class Matrix:
     rows: int
     cols: int
     count: int
+
+    def first(self, rows):
+        """Its first rows, of the first block."""
+        return replace(self, rows=rows, blocks=(replace(self.blocks[0], rows=rows),))
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ pages through one row of the page table, its slot. The storage itself belongs to
 """
 import hashlib
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 
@@ -41,22 +42,20 @@ class Batch:
         The page table is cut after a power of two of pages that holds all spans, since backends
         split the work on what it could hold: by its whole width a short sequence would get none.
         """
-        tokens, positions, slots, sets, tiles, logit_rows, whole = [], [], [], [], [], [], []
-        for slot, position, ids, rope_set, wanted, *state in spans:
-            row, n = len(tokens), len(ids)
-            whole.append((row, n, slot, position, *(state or (0, 1))))
-            tiles += [(row + i, min(tile_tokens, n - i), slot, position + i)
-                      for i in range(0, n, tile_tokens)]
-            tokens += list(ids)
-            positions += range(position, position + n)
-            slots += [slot] * n
-            sets += [rope_set] * n
-            logit_rows += range(row + n - wanted, row + n)
-        arrays = [np.array(x, np.int32) for x in (tokens, positions, slots, sets)]
-        last = int(max((row[1] + row[3] for row in whole if row[2] >= 0), default=1)) - 1
+        whole = np.array([(0, len(ids), slot, position, *(state or (0, 1)), rope_set, wanted)
+                          for slot, position, ids, rope_set, wanted, *state in spans], np.int32)
+        _, counts, slots, starts, _, _, sets, wanted = whole.T
+        whole[:, 0] = counts.cumsum() - counts
+        span = np.arange(len(spans)).repeat(counts)  # of each row
+        rows = np.arange(len(span), dtype=np.int32)
+        inside = rows - whole[span, 0]
+        left, slot, position = counts[span] - inside, slots[span], starts[span] + inside
+        tiles = np.stack([rows, np.minimum(left, tile_tokens), slot, position], 1)
+        last = int((starts + counts)[slots >= 0].max(initial=1)) - 1
         page_table = np.ascontiguousarray(page_table[:, :max(4, 1 << (last // PAGE).bit_length())])
-        return cls(*arrays, page_table, np.array(tiles, np.int32).reshape(-1, 4),
-                   np.array(whole, np.int32).reshape(-1, 6), np.array(logit_rows, np.int32))
+        tokens = np.fromiter(chain.from_iterable(ids for _, _, ids, *_ in spans), np.int32)
+        return cls(tokens, position, slot, sets[span], page_table, tiles[inside % tile_tokens == 0],
+                   whole[:, :6].copy(), rows[left <= wanted[span]])
 
     def padded_to(self, rows, tiles=None, spans=None):
         """The same batch with padding up to so many rows, tiles and spans (default: as many as

@@ -27,7 +27,6 @@ import threading
 import time
 from collections import Counter, deque
 from dataclasses import dataclass, field
-from itertools import islice
 
 import numpy as np
 
@@ -354,8 +353,8 @@ class Engine:
         """
         ids = self.checked_ids(ids)
         with self.lone_sequence(len(ids)) as slot:
-            return np.concatenate([self.ops.download(self.forward(self.ops.upload_batch(batch)))
-                                   for batch in self.chunks(slot, ids)])
+            return np.concatenate([self.ops.download(
+                self.forward(self.ops.upload_batch(batch))[0]) for batch in self.chunks(slot, ids)])
 
     def draft_logits(self, ids):
         """Teacher-forced logits of the draft head (MTP), float32 [len(ids) - 1, n_vocab]: row i
@@ -399,9 +398,6 @@ class Engine:
                            self.tile_tokens)
 
     def forward(self, batch):
-        return self.forward_all(batch)[0]
-
-    def forward_all(self, batch):
         """(logits of the rows that want them, the residual stream of all rows)."""
         h = model.trunk(self.cfg, self.weights, batch, self.kv, self.ops)
         return model.output(self.cfg, self.weights, h, batch, self.ops), h
@@ -545,8 +541,7 @@ class Engine:
             self.deliver_all()
             wants = {r: n for r, n in wants.items() if r.finish_reason is None}
         launched = self.launch_step(wants)
-        while len(self.in_flight) > (self.ops.steps_ahead if launched else 0):
-            self.deliver(self.in_flight.popleft())
+        self.deliver_all(but=self.ops.steps_ahead if launched else 0)
         return self.busy
 
     @property
@@ -558,8 +553,8 @@ class Engine:
         self.deliver_all()
         self.drop_cancelled()
 
-    def deliver_all(self):
-        while self.in_flight:
+    def deliver_all(self, but=0):
+        while len(self.in_flight) > but:
             self.deliver(self.in_flight.popleft())
 
     def drop_cancelled(self):
@@ -608,7 +603,9 @@ class Engine:
         that waited longest have their turn."""
         decoding = [r for r in self.active
                     if r.finish_reason is None and 0 < r.sampled < r.max_tokens]
-        return sorted(decoding, key=lambda r: (r.last_step, r.sampled))[:self.max_rows]
+        if len(decoding) > self.max_rows:
+            decoding.sort(key=lambda r: (r.last_step, r.sampled))
+        return decoding[:self.max_rows]
 
     def choose_rows(self, wants):
         """[(request, tokens, position, wanted)]: decoding sequences, each with its drafts, then
@@ -657,7 +654,7 @@ class Engine:
         sampled = [(r, i) for r, _, _, wanted in chosen for i in range(wanted)]
         if self.last_step:
             self.proposer.leave(self.last_step)
-        *result, logits, h = self.draw("", self.forward_all, batch, sampled)
+        *result, logits, h = self.draw("", self.forward, batch, sampled, slice(len(sampled)))
         result = self.ops.fetch(result)
         # Rare and large: these rows wait for their step here, before the next one overwrites them.
         rows_of_logits = {row: self.ops.download_row(logits, row)
@@ -679,19 +676,19 @@ class Engine:
                            sweeps=decoding > 0)
         return True
 
-    def draw(self, name, forward, batch, sampled):
+    def draw(self, name, forward, batch, sampled, rows):
         """Launch a forward pass and the drawing of tokens: (tokens, log probabilities, logits, h).
 
-        name: of the graphs, None for no graph. forward: batch -> (logits, h). sampled: for each row
-        of logits (request, i), which draws the request's next token but i.
+        name: of the graphs, None for no graph. forward: batch -> (logits, h). sampled: pairs
+        (request, i), for each of which its request's next token but i is drawn, from these `rows`
+        of logits.
         """
         sizes = batch.graph_sizes() if self.ops.captures and name is not None else None
         if sizes:
             batch = batch.padded_to(*sizes)
         draws = np.zeros(len(batch.logit_rows), ROW)  # zeros are padding
-        for row, (request, i) in enumerate(sampled):
-            draws[row] = request.draw
-            draws[row]["position"] = len(request.prompt) + request.sampled + i
+        draws[rows] = [request.draw for request, _ in sampled]
+        draws["position"][rows] = [len(r.prompt) + r.sampled + i for r, i in sampled]
         batch, draws = self.ops.upload_batch(batch), self.ops.upload_draws(draws)
 
         def run():
@@ -701,31 +698,33 @@ class Engine:
 
     def deliver(self, step):
         """Wait for a launched step and hand its tokens out."""
+        before = time.perf_counter()
         tokens, logprobs = step.result()
         now = time.perf_counter()
+        self.counts["seconds_waited"] += now - before
         if step.rows:
             self.controller.time(step.rows, bool(step.wants), now - max(step.began, self.delivered))
         self.delivered = now
-        drawn = enumerate(zip(tokens.tolist(), logprobs.tolist()))
+        tokens, logprobs, end = tokens.tolist(), logprobs.tolist(), 0
         for request, ids, _, wanted in step.chosen:
-            drafts, accepted = ids[len(ids) - wanted + 1:], 0
-            rows = list(islice(drawn, wanted))
-            for i, (row, (token, logprob)) in enumerate(rows):
+            drafts, accepted, end = ids[len(ids) - wanted + 1:], 0, end + wanted
+            request.drafted += len(drafts)  # before anybody hears of the end
+            for i, row in enumerate(range(end - wanted, end)):
+                token, logprob = tokens[row], logprobs[row]
                 if request.finish_reason is not None:  # it ended after this step was launched
                     break
                 if token >= 0 and row in step.logits:
                     request.top.append(most_likely(step.logits[row], request.top_logprobs,
                                                    token, logprob))
-                right = drafts[i:i + 1] == [token]  # then the next row had the right token
-                self.accept(request, token, logprob, right)
+                right = i < len(drafts) and drafts[i] == token  # then the next row was, too
                 accepted += right
+                request.accepted += right
+                self.accept(request, token, logprob, right)
                 if not right or request.cancelled:
                     break
             if request in step.wants:  # no other step names it: all its tokens are known now
                 self.controller.learn(request, len(drafts), accepted)
                 request.sampled = len(request.tokens)
-                request.drafted += len(drafts)
-                request.accepted += accepted
                 self.counts.update(drafted_tokens=len(drafts), accepted_tokens=accepted)
             request.in_flight -= 1
         self.sweep()
@@ -751,7 +750,8 @@ class Engine:
         last = ended or len(request.tokens) == request.max_tokens
         if last:
             text += request.stream.flush()
-        text, request.held, stopped = split_at_stop(text, request.sampling.stop, last)
+        stop = request.sampling.stop
+        text, request.held, stopped = split_at_stop(text, stop, last) if stop else (text, "", False)
         request.text += text
         request.events.append(Event(token, text, logprob, drafted))
         if ended or stopped:
@@ -807,10 +807,8 @@ def split_at_stop(text, stops, last):
     found = [at for at in (text.find(stop) for stop in stops) if at >= 0]
     if found:
         return text[:min(found)], "", True
-    held = 0
-    if not last:
-        held = max((n for stop in stops for n in range(1, len(stop)) if text.endswith(stop[:n])),
-                   default=0)
+    held = 0 if last else max((n for stop in stops for n in range(1, len(stop))
+                               if text.endswith(stop[:n])), default=0)
     return text[:len(text) - held], text[len(text) - held:], False
 
 

@@ -28,7 +28,7 @@ So a result here depends on its own row (or its own sequence) alone:
 import os
 import platform
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from gguf import quants
@@ -68,6 +68,10 @@ class Matrix:
     rows: int
     cols: int
     bias: np.ndarray | None
+
+    def first(self, rows):
+        """Its first rows, in whole panels."""
+        return replace(self, rows=rows, panels=self.panels[:rows // PANEL])
 
 
 @dataclass
@@ -260,8 +264,8 @@ class Reference:
             at += size
 
     def linear_add(self, x, w, h):
-        """h += x times the rows of w, in place."""
-        h += self.linear(x, w)
+        """h += x times the rows of w, in place; h may have more rows, of padding, than x."""
+        h[:len(x)] += self.linear(x, w)
 
     def rope_angles(self, cfg, batch):
         """cos and sin [rows, 2, rope_dim / 2] of position times the row's inverse frequencies."""

@@ -133,9 +133,12 @@ class Answer:
     def usage(self):
         requests = [choice.request for choice in self.choices]
         prompt, completion = len(requests[0].prompt), sum(len(r.tokens) for r in requests)
+        drafted, accepted = sum(r.drafted for r in requests), sum(r.accepted for r in requests)
         return {"prompt_tokens": prompt, "completion_tokens": completion,
                 "total_tokens": prompt + completion,
-                "prompt_tokens_details": {"cached_tokens": requests[0].cached_tokens}}
+                "prompt_tokens_details": {"cached_tokens": requests[0].cached_tokens},
+                "completion_tokens_details": {"accepted_prediction_tokens": accepted,
+                                              "rejected_prediction_tokens": drafted - accepted}}
 
     def times(self):
         """Seconds to the first token, and from one to the next on average (None where there is no
@@ -150,9 +153,8 @@ class Answer:
         usage, (first, gap) = self.usage(), self.times()
         finish = self.gone or ",".join(sorted({c.finish or "error" for c in self.choices}))
         rate = f"{self.order.n / gap:.1f} tok/s " if gap else ""
-        drafted, accepted = (sum(getattr(c.request, name) for c in self.choices)
-                             for name in ("drafted", "accepted"))
-        rate += f"drafts {accepted}/{drafted} right " if drafted else ""
+        right, wrong = usage["completion_tokens_details"].values()
+        rate += f"drafts {right}/{right + wrong} right " if right + wrong else ""
         return (f"prompt {usage['prompt_tokens']} "
                 f"cached {usage['prompt_tokens_details']['cached_tokens']} ttft {first:.3f} s "
                 f"tokens {usage['completion_tokens']} {rate}{finish}")

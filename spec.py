@@ -23,15 +23,19 @@ What a proposer suggests, and how many tokens the Controller asks it for, may de
 on other requests. It decides how fast the tokens come, never which.
 """
 import os
+from dataclasses import replace
 from itertools import takewhile
 
 import numpy as np
 
 import gguf_file
 import model
-from kv import Batch
+from kv import GRAPH_SIZES, Batch
 
 MAX_DRAFT = 8  # most drafts of a sequence in one step
+# Token ids that the model's own head drafts, of those that BPE merged first: the most frequent. It
+# reads so many rows of an output matrix that is larger than all else it reads.
+FREQUENT = 1 << 15
 
 
 class Proposer:
@@ -151,8 +155,7 @@ class DraftModel(Proposer):
             model.forward(self.cfg, self.weights, batch, self.kv, self.engine.ops), None)
         batch = Batch.of([span for span in spans if span[2]], self.engine.page_table,
                          self.tile_tokens)
-        drawn = self.engine.draw("draft", forward, batch, [(r, place) for r in requests])
-        return self.engine.ops.fetch(drawn[:1])()[0].tolist()
+        return draw_last(self.engine, "draft", forward, batch, [(r, place) for r in requests])[0]
 
     def forget(self, request):
         self.read.pop(request, None)
@@ -164,11 +167,16 @@ class Mtp(Proposer):
 
     It has KV of its own in the pages of the sequence, one layer more. What it has not seen, because
     the engine ran ahead without drafts, it does without. Its batches have the rows of the step that
-    it follows, with nothing in those that it does not need: so its input stays where it is.
+    it follows, with nothing in those that it does not need: so its input stays where it is. Its
+    logits are those of FREQUENT tokens.
     """
 
     def __init__(self, engine):
-        self.engine, self.followed = engine, None
+        self.engine, self.followed, self.weights = engine, None, engine.weights
+        if engine.cfg.n_vocab > FREQUENT:
+            head = engine.weights.mtp
+            self.weights = replace(engine.weights,
+                                   mtp=head._replace(output=head.output.first(FREQUENT)))
 
     def leave(self, step):
         if step is not self.followed and (active := self.pairs(step, ())):
@@ -216,10 +224,23 @@ class Mtp(Proposer):
         spans.append((-1, 0, [-2] * (hidden.shape[0] - end), 0, 0))
         batch = Batch.of([span for span in spans if span[2]], engine.page_table,
                          engine.tile_tokens)
-        forward = lambda batch: model.mtp(engine.cfg, engine.weights, hidden, batch, engine.kv,
+        forward = lambda batch: model.mtp(engine.cfg, self.weights, hidden, batch, engine.kv,
                                           engine.ops)
-        tokens, _, _, hidden = engine.draw(None, forward, batch, [(r, place) for r in wanted])
-        return engine.ops.fetch([tokens])()[0].tolist() if wanted else [], hidden
+        # `hidden` of other sizes, after a step that read prompts, would make graphs without end.
+        name = f"mtp {hidden.shape[0]}" if hidden.shape[0] in GRAPH_SIZES else None
+        return draw_last(engine, name, forward, batch, [(r, place) for r in wanted])
+
+
+def draw_last(engine, name, forward, batch, sampled):
+    """(tokens of Engine.draw, its last result), from the rows of `batch` that want logits.
+
+    Small batches get logits in all rows: then a graph can be replayed.
+    """
+    rows, count = slice(None), len(batch.tokens)
+    if name and sampled and engine.ops.captures and count <= GRAPH_SIZES[-1]:
+        rows, batch.logit_rows = batch.logit_rows, np.arange(count, dtype=np.int32)
+    tokens, _, _, last = engine.draw(name, forward, batch, sampled, rows)
+    return engine.ops.fetch([tokens])()[0][rows].tolist() if sampled else [], last
 
 
 def valid(drafts, n_vocab):

@@ -237,6 +237,7 @@ class Tokenizer:
         self.eos_ids = self._find_control_tokens(ends - {None})
         self._encode_piece = self._bpe if bpe else self._spm
         self._encode_short_piece = lru_cache(CACHED_PIECES)(self._encode_piece)
+        self.token_bytes = lru_cache(CACHED_PIECES)(self.token_bytes)
 
     def _find_control_tokens(self, ends):
         """Returns the ids that end a generation, those of the set `ends` and the known texts.

@@ -1,8 +1,15 @@
 """What a user asks about a model, a machine or an answer: doctor, bench, ..., replay."""
+import itertools
 import json
 import math
+import re
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPException
+from pathlib import Path
+from urllib.error import HTTPError
+from urllib.request import ProxyHandler, Request, build_opener
 
 import numpy as np
 
@@ -13,7 +20,7 @@ import receipts
 import spec
 from errors import DeviceError, ModelError, RequestError, require
 from kv import PAGE, Batch, common_prefix
-from leone import PENDING, Engine
+from leone import PENDING, VERSION, Engine
 from sampling import Sampling
 from tokenizer import Tokenizer
 
@@ -32,12 +39,18 @@ def columns(records):
 
 
 def cell(name, value):
-    """A field of a record as text; bytes are known by their name."""
-    if isinstance(value, str):
-        return value
+    """A field of a record as text, "" for None; bytes are known by their name."""
+    if value is None or isinstance(value, str):
+        return value or ""
     if name.endswith("bytes"):
         return size(value)
     return f"{value:,.4g}" if isinstance(value, float) and abs(value) < 1000 else f"{value:,.0f}"
+
+
+def markdown(records):
+    """The same as lines of Markdown."""
+    rows = [[cell(*field) for field in record.items()] for record in records]
+    return [f"| {' | '.join(row)} |" for row in (records[0], ["---:"] * len(records[0]), *rows)]
 
 
 def size(n_bytes):
@@ -234,11 +247,12 @@ PROMPT = 128  # tokens of the prompts before decoding is timed
 THOROUGH, QUICK = (128, 5, (512, 4096)), (16, 3, (512,))  # on the CPU a row may take seconds
 
 
-def bench(engine, rows, profile=False, as_json=False, synthetic=None):
+def bench(engine, rows, profile=False, as_json=False, synthetic=None, folder=None):
     """Time decoding at each number of sequences in `rows`, and prefill; print a table or JSON.
 
     With drafts on, decoding is timed once more with them. synthetic: the share of drafts that are
-    to be right; the proposer works as ever, then its tokens are replaced.
+    to be right; the proposer works as ever, then its tokens are replaced. folder: where to put the
+    evidence, see write_evidence.
     """
     rng = np.random.default_rng(7)
     new, repeats, prefills = QUICK if engine.ops.name == "cpu" else THOROUGH
@@ -247,60 +261,99 @@ def bench(engine, rows, profile=False, as_json=False, synthetic=None):
             f"{engine.pool.n_pages * PAGE} tokens of KV cache; use fewer --rows or a larger --ctx")
 
     def run(n, prompt, new):
-        """Seconds to the last first token, seconds from there to the end."""
+        """Seconds to the last first token and from there to the end; in the steps after it,
+        microseconds a step that Python did not wait for the card."""
         requests = [engine.submit(rng.integers(0, engine.cfg.n_vocab, prompt).tolist(),
                                   Sampling(temperature=0), new, ignore_eos=True,
                                   speculation=False) for _ in range(n)]
         began = time.perf_counter()
-        while engine.step():
+        while engine.step() and not all(request.first_token for request in requests):
             pass
-        for request in requests:
-            if request.error:
-                raise request.error
+        at, steps, waited = time.perf_counter(), engine.steps, engine.counts["seconds_waited"]
+        finish(engine, requests)
+        host = time.perf_counter() - at - (engine.counts["seconds_waited"] - waited)
+        host *= 1e6 / max(1, engine.steps - steps)
         first = max(r.first_token for r in requests)
-        return first - began, max(r.finished for r in requests) - first
+        return first - began, max(r.finished for r in requests) - first, host
 
     roof = engine.ops.measure_bandwidth()
-    result = dict(model=engine.cfg.name, backend=engine.ops.name, card=engine.ops.card_name,
-                  kv=engine.kv.format, read_bandwidth_gb_per_s=roof, decode=[], drafts=[],
+    result = dict(describe_machine(engine), read_bandwidth_gb_per_s=roof, decode=[], drafts=[],
                   prefill=[])
     for n in rows:
         run(n, PROMPT, 4)  # builds the graphs
-        speeds = sorted(n * (new - 1) / run(n, PROMPT, new)[1] for _ in range(repeats))
-        speed = speeds[repeats // 2]
+        _, decoding, hosts = map(sorted, zip(*(run(n, PROMPT, new) for _ in range(repeats))))
+        slowest, speed, fastest = (n * (new - 1) / decoding[i] for i in (-1, repeats // 2, 0))
         gigabytes = speed / n * engine.bytes_per_step(n) / 1e9
         result["decode"].append(dict(
-            rows=n, tokens_per_s=speed, slowest=speeds[0], fastest=speeds[-1],
-            ms_per_step=1e3 * n / speed, gb_per_s=gigabytes, share=gigabytes / roof))
+            rows=n, tokens_per_s=speed, slowest=slowest, fastest=fastest,
+            ms_per_step=1e3 * n / speed, gb_per_s=gigabytes, share=gigabytes / roof,
+            host_us=hosts[repeats // 2] if engine.ops.steps_ahead else None))
         if type(engine.proposer) is not spec.Proposer:
-            result["drafts"].append(bench_drafts(engine, n, new, repeats, synthetic))
+            prompts = rng.integers(0, engine.cfg.n_vocab, (n, PROMPT)).tolist()
+            result["drafts"].append(bench_drafts(engine, prompts, new, repeats, synthetic))
     longest = min(engine.page_table.shape[1] * PAGE - 1, engine.cfg.n_ctx)
     for length in (length for length in prefills if length < longest):
         run(1, length, 1)
-        seconds = sorted(run(1, length, 1)[0] for _ in range(repeats))[repeats // 2]
-        flop = 2 * engine.weights.active_parameters * length
-        result["prefill"].append(dict(tokens=length, tokens_per_s=length / seconds,
-                                      tflop_per_s=1e-12 * flop / seconds))
+        seconds = sorted(run(1, length, 1)[0] for _ in range(repeats))
+        slowest, speed, fastest = (length / seconds[i] for i in (-1, repeats // 2, 0))
+        result["prefill"].append(dict(
+            tokens=length, tokens_per_s=speed, slowest=slowest, fastest=fastest,
+            tflop_per_s=2e-12 * engine.weights.active_parameters * speed))
     if profile:
         result["ops"] = profile_ops(engine, rng)
     print(json.dumps(result) if as_json else "\n".join(bench_table(result)))
+    if folder:
+        write_evidence(result, Path(folder))
     return result
 
 
-def bench_drafts(engine, n, new, repeats, synthetic):
-    """Decode `n` sequences plainly, then the same ones with drafts, of which a share of `synthetic`
-    is made right if it is not None."""
-    rng, real = np.random.default_rng(8), engine.proposer
-    prompts = [rng.integers(0, engine.cfg.n_vocab, PROMPT).tolist() for _ in range(n)]
+def finish(engine, requests):
+    """Steps until all is done. Raises the error of a request that failed."""
+    while engine.step():
+        pass
+    for request in requests:
+        if request.error:
+            raise request.error
+
+
+def describe_machine(engine):
+    """What the numbers of a benchmark are about."""
+    cfg, card = engine.cfg, device.probe()
+    return dict(
+        leone=VERSION, date=time.strftime("%Y-%m-%d"), model=cfg.name, file=engine.gguf.path.name,
+        layers=cfg.n_layers, n_embd=cfg.n_embd, n_vocab=cfg.n_vocab, n_experts=cfg.n_experts,
+        matrix_bytes={entry["type"]: entry["bytes"] for entry in count_formats(
+            engine.gguf.tensors.values()) if entry["used_for"] == "matrices"},
+        backend=engine.ops.name, card=engine.ops.card_name, architecture=engine.ops.architecture,
+        driver=card["driver"] if engine.ops.name == "cuda" else None,
+        kernels=engine.ops.fingerprint, kv=engine.kv.format)
+
+
+def write_evidence(result, folder):
+    """A Markdown file: the tables of a benchmark, then all that is known of it as JSON."""
+    folder.mkdir(exist_ok=True)
+    name = re.sub(r"[^\w.]+", "-", f"{result['card']} {Path(result['file']).stem}")
+    tables = ["\n".join(markdown(result[part])) for part in ("decode", "prefill") if result[part]]
+    (folder / f"{name}.md").write_text("\n\n".join([
+        f"# {result['model']} on {result['card']}",
+        "Medians of several runs, and the slowest and the fastest run.", *tables,
+        f"```json\n{json.dumps(result, indent=1)}\n```\n"]))
+
+
+def bench_drafts(engine, prompts, new, repeats, synthetic=None, ignore_eos=True):
+    """Decode `prompts` plainly, then the same ones with drafts, of which a share of `synthetic` is
+    made right if it is not None."""
+    real, controller = engine.proposer, engine.controller
 
     def run(speculation):
-        requests = [engine.submit(prompt, Sampling(temperature=0), new, ignore_eos=True,
+        """Tokens a second behind the first ones, {prompt: tokens}."""
+        requests = [engine.submit(prompt, Sampling(temperature=0), new, ignore_eos,
                                   speculation=speculation) for prompt in prompts]
-        while engine.step():
-            pass
+        finish(engine, requests)
         began, ended = (max(getattr(r, name) for r in requests)
                         for name in ("first_token", "finished"))
-        return n * (new - 1) / (ended - began), {tuple(r.prompt): r.tokens for r in requests}
+        answers = {tuple(r.prompt): r.tokens for r in requests}
+        return (sum(map(len, answers.values())) - len(answers)) / (ended - began), answers
 
     plain, (_, answers) = sorted(run(False)[0] for _ in range(repeats)), run(False)
     if synthetic is not None:
@@ -308,14 +361,38 @@ def bench_drafts(engine, n, new, repeats, synthetic):
     run(True)  # builds graphs, learns what pays
     before = engine.stats
     drafted = sorted(run(True)[0] for _ in range(repeats))
-    after, engine.proposer, controller = engine.stats, real, engine.controller
-    tokens, sweeps = (after[name] - before[name] for name in ("generated_tokens", "sweeps"))
-    tokens -= n * repeats  # the first ones, which the prompts' last rows gave
-    tried = controller.tried[-1, 1:]
-    return dict(rows=n, synthetic_acceptance=synthetic, tokens_per_s=drafted[repeats // 2],
-                gain=drafted[repeats // 2] / plain[repeats // 2], tokens_per_sweep=tokens / sweeps,
+    engine.proposer, after = real, engine.stats
+    tokens, sweeps, drafts, right = (after[name] - before[name] for name in (
+        "generated_tokens", "sweeps", "drafted_tokens", "accepted_tokens"))
+    tokens -= len(prompts) * repeats  # the first ones, which the prompts' last rows gave
+    require(tokens, "an answer ends with its first token, and nothing can be measured")
+    plain, speed, tried = plain[repeats // 2], drafted[repeats // 2], controller.tried[-1, 1:]
+    return dict(rows=len(prompts), synthetic_acceptance=synthetic, tokens_per_s=speed,
+                plain_tokens_per_s=plain, gain=speed / plain, tokens_per_sweep=tokens / sweeps,
+                drafts_per_token=drafts / tokens, accepted=right / max(1, drafts),
                 right_by_place=(controller.right[-1, 1:] / np.maximum(tried, 1e-9))[tried > 0.5]
                 .tolist())
+
+
+def bench_prompts(engine, path, as_json=False):
+    """What drafts do for the answers to the prompts of a JSON file [{"kind": text, "prompt": list
+    of lines}, ..], one after another, through the chat template, up to their end; print a table."""
+    try:
+        prompts = [(item["kind"], "\n".join(item["prompt"]))
+                   for item in json.loads(Path(path).read_bytes())]
+    except (ValueError, TypeError, LookupError):
+        raise RequestError(f"{path} is no JSON list of objects with a kind and a prompt") from None
+    new, repeats = (64, 1) if engine.ops.name == "cpu" else (512, 5)
+    records = []
+    for kind, text in prompts:
+        ids = engine.chat_tokens([dict(role="user", content=text)])
+        found = bench_drafts(engine, [ids], new, repeats, ignore_eos=False)
+        del found["synthetic_acceptance"], found["right_by_place"], found["rows"]
+        records.append(dict(kind=kind, prompt_tokens=len(ids), **found))
+    gains = {kind: float(np.median([r["gain"] for r in records if r["kind"] == kind]))
+             for kind, _ in prompts}
+    print(json.dumps(dict(prompts=records, median_gain=gains)) if as_json else
+          "\n".join([*columns(records), "", "median gain", *columns([gains])]))
 
 
 class Synthetic(spec.Proposer):
@@ -340,7 +417,7 @@ def bench_table(result):
     yield (f"{result['model']}, {result['card']}, {result['kv']} KV, "
            f"memory reads {result['read_bandwidth_gb_per_s']:.0f} GB/s")
     yield from ("", *columns(result["decode"]))
-    for found in result["drafts"]:
+    for found in map(dict, result["drafts"]):
         assumed = found.pop("synthetic_acceptance")
         places = " ".join(f"{share:.0%}" for share in found.pop("right_by_place"))
         yield from ("", "with drafts, right by place: " + places + (
@@ -348,28 +425,119 @@ def bench_table(result):
         yield from columns([found])
     yield from ("", *columns(result["prefill"]))
     for rows, ops in result.get("ops", {}).items():
-        total = sum(ms for _, ms in ops.values())
-        yield from ("", f"one step of {rows} rows: {total:.3f} ms in ops")
-        yield from columns([dict(op=name, calls=calls, ms=ms, share=ms / total) for
-                            name, (calls, ms) in sorted(ops.items(), key=lambda op: -op[1][1])])
+        total = sum(op["ms"] for op in ops)
+        yield from ("", f"one step of {rows} rows: {total:.3f} ms in ops", *columns(ops))
 
 
 def profile_ops(engine, rng):
-    """{rows: {op: (calls, ms)}} of one eager step of 1 row, and of a full prefill chunk."""
+    """{rows: [what is known of each op]} of one eager step of 1 row, and of a full prefill chunk.
+    """
     found = {}
     for rows in (1, min(engine.prefill_chunk, engine.page_table.shape[1] * PAGE)):
         batch, pages = batch_of(engine, rng.integers(0, engine.cfg.n_vocab, rows).tolist(), 1)
         for _ in range(2):  # the first pass warms up
-            mark, found[rows] = engine.ops.mark, {}
-            timed = WatchedOps(engine.ops, mark, lambda _: mark())
+            timed = WatchedOps(engine.ops, lambda *call: (weight_bytes(*call), engine.ops.mark()),
+                               lambda _: engine.ops.mark())
             engine.ops.run_ahead()
             model.forward(engine.cfg, engine.weights, batch, engine.kv, timed)
             engine.ops.synchronize()
-            for name, before, after in timed.calls:
-                calls, ms = found[rows].get(name, (0, 0.0))
-                found[rows][name] = calls + 1, ms + engine.ops.milliseconds(before, after)
+            sums = {}  # name -> calls, ms, bytes
+            for name, (nbytes, before), after in timed.calls:
+                more = 1, engine.ops.milliseconds(before, after), nbytes
+                sums[name] = [a + b for a, b in zip(sums.get(name, (0, 0.0, 0)), more)]
         engine.pool.give(pages)
+        total = sum(ms for _, ms, _ in sums.values())
+        found[rows] = [
+            dict(op=name, calls=calls, ms=ms, share=ms / total, weight_bytes=nbytes or None,
+                 gb_per_s=1e-6 * nbytes / ms or None)
+            for name, (calls, ms, nbytes) in sorted(sums.items(), key=lambda op: -op[1][1])]
     return found
+
+
+def weight_bytes(name, args):
+    """Bytes of the matrix that an op reads, 0 of those that read none or only a part of it."""
+    if name not in ("linear", "linear_add"):
+        return 0
+    parts = ([block.packed for block in args[1].blocks] if isinstance(args[1], device.Matrix) else
+             [panel.values for panel in args[1].panels if panel.values is not None])
+    return sum(part.nbytes for part in parts)
+
+
+# ---- bench --serve -------------------------------------------------------------------------------
+
+# Tokens of each answer, runs that count, seconds without a byte.
+ANSWER, SERVE_REPEATS, SERVE_TIMEOUT = 128, 3, 600
+LANGUAGES = "Python", "C", "Rust", "Go", "Java", "JavaScript", "Haskell", "Lua"
+TASKS = ("reverses a linked list", "splits a line of CSV with quotes", "sorts by merging",
+         "finds the shortest way through a grid", "evaluates an arithmetic expression",
+         "reads Roman numerals", "prints a tree level by level", "merges overlapping intervals")
+
+
+def task(number):
+    """A coding task, another one for each number."""
+    language, what = LANGUAGES[number // len(TASKS) % len(LANGUAGES)], TASKS[number % len(TASKS)]
+    return f"Write a function in {language} that {what}. Call it f{number}."
+
+
+def bench_server(url, users, api_key=None, as_json=False):
+    """Time a server of the OpenAI API, this one or another, with each number of `users` at once,
+    each of whom asks for ANSWER tokens; print a table. Raises RequestError if one gets no answer.
+    """
+    try:
+        model_name, records = time_server(url.rstrip("/"), users, api_key)
+    except HTTPError as error:
+        said = error.read(300).decode(errors="replace")
+        raise RequestError(f"{error.url} answered with status {error.code}: {said}") from None
+    except (OSError, HTTPException, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise RequestError(f"{url} does not answer like a server of the OpenAI API ({error}); give "
+                           "the URL of another one, such as http://127.0.0.1:8080") from None
+    print(json.dumps(dict(model=model_name, tokens=ANSWER, serve=records)) if as_json else
+          "\n".join([f"{model_name}, {ANSWER} tokens for each user", "", *markdown(records)]))
+
+
+def time_server(url, users, api_key):
+    """(name of its model, a record for each number of users)."""
+    opener, numbers, records = build_opener(ProxyHandler({})), itertools.count(), []
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {api_key or 'none'}"}
+
+    def ask(path, body=None):
+        data = body and json.dumps(body).encode()
+        return opener.open(Request(url + path, data, headers), timeout=SERVE_TIMEOUT)
+
+    def answer(number):
+        """(milliseconds to the first token, tokens)"""
+        began, first, tokens = time.perf_counter(), None, 0
+        with ask("/v1/chat/completions", dict(
+                model=model_name, messages=[dict(role="user", content=task(number))],
+                max_tokens=ANSWER, temperature=0, ignore_eos=True, stream=True,
+                stream_options=dict(include_usage=True))) as response:
+            for line in response:
+                event = json.loads(line[6:]) if line.startswith(b"data: {") else {}
+                require("error" not in event, f"{url} failed: {event.get('error')}")
+                delta = event["choices"][0]["delta"] if event.get("choices") else {}
+                if delta.get("content") or delta.get("reasoning_content"):
+                    first = first or 1e3 * (time.perf_counter() - began)
+                tokens = (event.get("usage") or {}).get("completion_tokens", tokens)
+        require(first and tokens, f"{url} gave no text, or did not say of how many tokens")
+        return first, tokens
+
+    def run(count):
+        """(tokens a second of all users together, milliseconds to the first token of each)."""
+        began = time.perf_counter()
+        firsts, tokens = zip(*pool.map(answer, itertools.islice(numbers, count)))
+        return sum(tokens) / (time.perf_counter() - began), firsts
+
+    with ask("/v1/models") as response:
+        model_name = json.load(response)["data"][0]["id"]
+    with ThreadPoolExecutor(max(users)) as pool:
+        for count in users:
+            run(count)  # builds the graphs
+            speeds, firsts = zip(*(run(count) for _ in range(SERVE_REPEATS)))
+            slowest, speed, fastest = np.quantile(speeds, (0, 0.5, 1)).tolist()
+            first, latest = np.quantile(firsts, (0.5, 1)).tolist()
+            records.append(dict(users=count, tokens_per_s=speed, slowest=slowest, fastest=fastest,
+                                first_token_ms=first, latest_ms=latest))
+    return model_name, records
 
 
 def batch_of(engine, ids, wanted):
@@ -385,7 +553,8 @@ def batch_of(engine, ids, wanted):
 
 
 class WatchedOps:
-    """An op table that notes each call of another one: (name, before(), after(what it gave))."""
+    """An op table that notes each call of another one: (name, before(name, arguments), after(what
+    it gave))."""
 
     def __init__(self, ops, before, after):
         self.ops, self.before, self.after, self.calls = ops, before, after, []
@@ -394,7 +563,7 @@ class WatchedOps:
         op = getattr(self.ops, name)
 
         def watched(*args, **options):
-            before, result = self.before(), op(*args, **options)
+            before, result = self.before(name, args), op(*args, **options)
             given = args[-1] if result is None else result  # ops without result change h, the last
             self.calls.append((name, before, self.after(given)))
             return result
@@ -454,7 +623,7 @@ def buffers_of(engine, text):
 
     batch, _ = batch_of(engine, ids, len(ids))
     engine.weights.layers = numbered(engine.weights.layers)
-    watched = WatchedOps(engine.ops, lambda: place["layer"], copied)
+    watched = WatchedOps(engine.ops, lambda *_: place["layer"], copied)
     model.forward(engine.cfg, engine.weights, batch, engine.kv, watched)
     return watched.calls
 

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # The core is what an afternoon covers. Of kernels.cu it holds what stands above this ruler.
 CORE = "model.py", "reference.py", "device.py", "kv.py", "leone.py", "kernels.cu"
 END_OF_CORE = "// ==== beyond the core"
-CORE_LIMIT, TOTAL_LIMIT, FILE_LIMIT, LINE_LIMIT = 3700, 8160, 800, 100
+CORE_LIMIT, TOTAL_LIMIT, FILE_LIMIT, LINE_LIMIT = 3700, 8310, 800, 100
 FILE_LIMITS = {"kernels.cu": 2300}
 
 COUNTED = ".py", ".cu", ".html"

@@ -39,7 +39,7 @@ class Sequences:
         batch = Batch.of([(slot, at, ids, 0, *rest) for slot, at, ids, *rest in spans],
                          self.table, self.engine.tile_tokens)
         return np.array(self.engine.ops.download(
-            self.engine.forward(self.engine.ops.upload_batch(batch))))
+            self.engine.forward(self.engine.ops.upload_batch(batch))[0]))
 
     def prefill(self, ids, chunk, slot=0):
         return hashes(np.concatenate([

@@ -192,11 +192,38 @@ def test_terminal_without_unicode(tmp_path):
     assert run.returncode == 0 and "L?we" in run.stdout and run.stderr == ""
 
 
-def test_bench_in_a_small_context():
+def test_bench_in_a_small_context(tmp_path):
     run = leone("bench", "-m", TINY, "--rows", 1, "--ctx", 300, "--profile", "--backend", "cpu",
-                "--json")
+                "--json", "--evidence", tmp_path / "bench")
     out = json.loads(run.stdout)
     assert out["decode"][0]["rows"] == 1 and set(out["ops"]) == {"1", "320"}
+    linear = next(op for op in out["ops"]["1"] if op["op"] == "linear")
+    assert linear["weight_bytes"] == 4 * (2 * (512 + 1024) + 512) * 256 and linear["gb_per_s"] > 0
+    assert all(op["weight_bytes"] is None for op in out["ops"]["1"] if "linear" not in op["op"])
+    evidence, = (tmp_path / "bench").iterdir()
+    text = evidence.read_text()
+    assert evidence.name == "cpu-llama3-q4km.md" and '"layers": 2,' in text
+    assert out["kernels"] in text and "| 1 | " in text and '"Q4_K": 571392' in text
+    assert json.loads(text.split("```json")[1].split("```")[0]) == out
+
+
+def test_bench_tells_the_time_of_python_from_that_of_the_card(monkeypatch, capsys):
+    class Card(reference.Reference):
+        """The results of a step are there 20 ms after they were asked for."""
+        steps_ahead = 1
+
+        def fetch(self, arrays):
+            return lambda: time.sleep(0.02) or arrays
+
+        def embed(self, table, batch):
+            batch.tokens[batch.tokens == engine_module.FEED] = 1
+            return super().embed(table, batch)
+
+    monkeypatch.setattr(engine_module, "open_backend", lambda name: Card())
+    with engine_module.Engine(str(TINY), context=1024, max_rows=2, draft="off") as engine:
+        row, = tools.bench(engine, [2])["decode"]
+    assert 0 < row["host_us"] < 1000 * row["ms_per_step"] - 15000
+    assert "host_us" in capsys.readouterr().out
 
 
 def test_diff_names_the_first_buffer_that_differs(monkeypatch, capsys):

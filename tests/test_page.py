@@ -207,6 +207,24 @@ def test_an_answer(page, stub):
     page.locator("article").first.wait_for(state="detached")
 
 
+def test_tokens_that_were_drafts_are_brighter(page, stub):
+    """Also once they were pointed at; their colour still says how probable they were."""
+    drafted = delta("b").replace('"token": "b"', '"token": "b", "drafted": true')
+    stub.script[:] = [lambda *_: [delta("a"), drafted, delta("c"), *ending([1, 2, 3])]]
+    put(page, "drafts?")
+    idle(page)
+    filters = lambda: page.evaluate(
+        "[...document.querySelectorAll('.wall i')].map(block => getComputedStyle(block).filter)")
+    assert [name == "none" for name in filters()] == [True, False, True]
+    assert "brightness(1." in filters()[1]
+    for place in (1, 2):
+        page.hover(f".wall i >> nth={place}")
+        assert [name == "none" for name in filters()] == [True, False, True]
+    colours = page.evaluate("[...document.querySelectorAll('.wall i')].map("
+                            "block => getComputedStyle(block).backgroundColor)")
+    assert len(set(colours)) == 1
+
+
 def test_text_is_never_markup(page, stub):
     nasty = "<img src=x onerror=alert(1)><b>bold</b>"
     stub.script[:] = [answer([nasty])]

@@ -19,9 +19,11 @@ from pathlib import Path
 import openai
 import pytest
 
+import cli
 import leone
 import receipts
 import server as serving
+import tools
 from errors import DeviceError, Overloaded, RequestError
 from models import engine as open_model, greedy, quantised, smol, smol_json
 from serving import (InstantEngine, call, chat, events_of, eventually, open_stream, read_all, send,
@@ -1275,3 +1277,111 @@ def test_snippets_of_the_readme(small_smol):
         run = subprocess.run([sys.executable, "-c", here(program)], capture_output=True, text=True,
                              timeout=300)
         assert run.returncode == 0 and len(run.stdout) > 20, run
+
+
+# ---- drafts ----------------------------------------------------------------------------------
+
+
+def test_answers_say_what_was_drafted(capsys):
+    """In usage and for each token; drafts that repeat the prompt, right or wrong."""
+    fields = dict(messages=[{"role": "user", "content": "ab " * 20}], temperature=0, max_tokens=40,
+                  logprobs=True, ignore_eos=True)
+    with serve(lambda: open_model(quantised("llama3"), "cpu", draft="ngram", draft_length=3)) as s:
+        _, _, plain = call(s, "POST", "/v1/chat/completions", {**fields, "speculation": False})
+        _, _, body = call(s, "POST", "/v1/chat/completions", fields)
+        with open_stream(s, **fields, stream_options={"include_usage": True}) as sock:
+            events = events_of(read_all(sock))
+        stats = s.engine.stats
+    details = body["usage"]["completion_tokens_details"]
+    assert events[-1]["usage"]["completion_tokens_details"] == details
+    entries = body["choices"][0]["logprobs"]["content"]
+    assert entries == [entry for event in events for choice in event["choices"]
+                       for entry in (choice.get("logprobs") or {"content": []})["content"]]
+    drafted = [entry.pop("drafted", False) for entry in entries]
+    assert 0 < sum(drafted) == details["accepted_prediction_tokens"] < len(drafted)
+    assert sum(details.values()) == stats["drafted_tokens"] / 2
+    assert plain["usage"]["completion_tokens_details"] == {
+        "accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0}
+    assert entries == plain["choices"][0]["logprobs"]["content"]
+
+
+# ---- bench --serve ---------------------------------------------------------------------------
+
+
+def bench(capsys, url, *more):
+    code = cli.main(["bench", "--serve", url, *more])
+    return code, *capsys.readouterr()
+
+
+def test_bench_of_a_server(tiny, capsys, monkeypatch):
+    monkeypatch.setattr(tools, "ANSWER", 9)
+    before = tiny.engine.stats["generated_tokens"]
+    code, out, _ = bench(capsys, tiny.url, "--users", "1,3", "--json")
+    result = json.loads(out)
+    assert code == 0 and result["model"] == "model" and result["tokens"] == 9
+    assert tiny.engine.stats["generated_tokens"] - before == 9 * (1 + 3) * 4
+    for record, users in zip(result["serve"], (1, 3), strict=True):
+        assert record["users"] == users
+        assert 0 < record["slowest"] <= record["tokens_per_s"] <= record["fastest"]
+        assert 0 < record["first_token_ms"] <= record["latest_ms"]
+        assert record["fastest"] < 9 * users / (record["first_token_ms"] / 1000)
+    code, out, _ = bench(capsys, tiny.url + "/", "--users", "2")
+    assert code == 0 and "| users | tokens_per_s |" in out and "| 2 | " in out
+
+
+def test_bench_asks_each_user_something_else(capsys):
+    asked = []
+    engine = InstantEngine(pieces_of=lambda prompt: asked.append(prompt) or list("def"))
+    with serve(engine, api_key="secret") as server:
+        code, out, _ = bench(capsys, server.url, "--users", "70", "--api-key", "secret", "--json")
+        assert code == 0 and len(set(asked)) == len(asked) == 4 * 70
+        assert json.loads(out)["serve"][0]["users"] == 70
+        assert all(language in "".join(asked) for language in tools.LANGUAGES)
+        code, _, err = bench(capsys, server.url, "--users", "2")
+        assert code == 2 and "status 401" in err and err.count("\n") == 1
+
+
+def test_bench_of_what_is_no_server(instant, capsys):
+    free = socket.socket()
+    free.bind(("127.0.0.1", 0))  # nobody listens there
+    mistakes = {"http://127.0.0.1:%d" % free.getsockname()[1]: "does not answer",
+                instant.url + "/v1": "status 404", "nonsense": "like a server of the OpenAI API",
+                "http://": "does not answer", "http://[": "such as http"}
+    with serve(InstantEngine(context=4)) as small, serve(InstantEngine("")) as silent:
+        capsys.readouterr()  # the servers' log
+        mistakes |= {small.url: "status 400", silent.url: "gave no text"}
+        for url, problem in mistakes.items():
+            code, out, err = bench(capsys, url, "--users", "2")
+            assert code == 2 and out == "" and problem in err, (url, err)
+            assert err.startswith("leone: ") and err.count("\n") == 1
+    for more in (["--users", "0"], ["--users", "1,x"], ["-m", "model.gguf"]):
+        assert bench(capsys, instant.url, *more)[0] == 2
+    assert cli.main(["bench"]) == 2 and "-m FILE" in capsys.readouterr().err
+    free.close()
+
+
+def test_bench_of_a_server_that_breaks_off(capsys):
+    """Answers that are not HTTP, no JSON, another JSON, no events, an error, or half of one."""
+    models = b'{"data": [{"id": "m"}]}'
+    ok = lambda body: b"HTTP/1.0 200 OK\r\n\r\n" + body
+    for replies in (
+            [b"garbage\r\n"], [ok(b"<html>")], [ok(b"[]")], [ok(b'{"data": []}')],
+            [ok(models), ok(b"hello\n")], [ok(models), ok(b'data: {"choices": [3]}\n')],
+            [ok(models), ok(b'data: {"error": {"message": "no"}}\n')],
+            [ok(models), ok(b'data: {"cho')], [ok(models), b""]):
+        listener = socket.create_server(("127.0.0.1", 0))
+
+        def answer():
+            for reply in replies:
+                connection, _ = listener.accept()
+                connection.recv(1 << 16)
+                connection.sendall(reply)
+                connection.close()
+        thread = threading.Thread(target=answer)
+        thread.start()
+        code, out, err = bench(capsys, "http://127.0.0.1:%d" % listener.getsockname()[1],
+                               "--users", "1")
+        thread.join()
+        listener.close()
+        assert code == 2 and out == "" and err.startswith("leone: "), replies
+        assert err.count("\n") == 1, replies

@@ -1,5 +1,7 @@
 """Speculation: drafts change how fast tokens come, and nothing else. Models of random weights."""
+import collections
 import dataclasses
+import hashlib
 import itertools
 import json
 import os
@@ -19,6 +21,7 @@ ALL = sorted(path.name.removesuffix("-q4km.gguf") for path in GOLDEN.glob("*-q4k
 SOME = "llama3", "deepseek2", "qwen35"  # plain attention, latent attention with experts, a hybrid
 HYBRIDS = "qwen35", "qwen35moe", "qwen3next"
 PROMPTS = 200 if LONG else 6
+ON_GPU = 2000 if LONG and os.environ.get("LEONE_TEST_GPU") else PROMPTS
 SAMPLERS = ({"temperature": 0}, {"temperature": 0.7, "top_p": 0.9}, {"temperature": 1.3},
             {"temperature": 0.3, "top_k": 40}, {"temperature": 1.0, "min_p": 0.05})
 
@@ -87,6 +90,24 @@ def plain(path, submissions, backend="cpu"):
         return run(e, submissions, together=False)
 
 
+def run_hashed(e, submissions, together):
+    """The same, each outcome with the SHA-256 of the logits that its tokens were drawn from."""
+    logits, draw = collections.defaultdict(dict), e.draw  # seed -> place in the answer -> bytes
+
+    def watched(name, forward, batch, sampled, rows):
+        result = draw(name, forward, batch, sampled, rows)
+        if name == "":  # of the model, not of a draft; what follows a wrong draft is overwritten
+            for row, (request, i) in zip(e.ops.download(result[2]), sampled):
+                logits[request.sampling.seed][request.sampled + i] = row.tobytes()
+        return result
+    e.draw = watched
+    outcomes = run(e, submissions, together)
+    e.draw = draw
+    return [(found, hashlib.sha256(b"".join(
+        logits[options["sampling"].seed][at] for at in range(len(found[0])))).hexdigest())
+            for options, found in zip(submissions, outcomes)]
+
+
 def answers(submissions, outcomes):
     return {(tuple(s["prompt"]), s["sampling"].seed): tokens
             for s, (tokens, *_) in zip(submissions, outcomes)}
@@ -96,17 +117,19 @@ def answers(submissions, outcomes):
 @pytest.mark.parametrize("family", ALL if LONG else SOME)
 def test_drafts_change_nothing(family, backend):
     """Every proposer, every draft length, alone and in batches with plain rows and prompts."""
-    submissions = list(cases(PROMPTS))
-    expected = plain(quantised(family), submissions, backend)
-    known = answers(submissions, expected)
+    submissions = list(cases(ON_GPU if backend == "cuda" else PROMPTS))
+    with engine(quantised(family), backend, draft="off") as e:
+        expected = run_hashed(e, submissions, together=False)
+    known = answers(submissions, [found for found, _ in expected])
     with engine(quantised(family), backend, draft="ngram", prefill_chunk=48, max_rows=6) as e:
         lengths = itertools.cycle((3, 8, 5, 1, 6, 4, 7, 2))
-        for proposer in (spec.NGram(), Oracle(known), Oracle(known, 2), Garbage()):
+        heads = [spec.Mtp(e)] if e.cfg.n_mtp else []
+        for proposer in (spec.NGram(), Oracle(known), Oracle(known, 2), Garbage(), *heads):
             e.proposer = proposer
             for together in (True, False) if LONG else (True,):
                 e.controller.fixed = next(lengths)
                 before = e.stats
-                assert run(e, submissions, together) == expected
+                assert run_hashed(e, submissions, together) == expected
                 drafted, accepted, tokens = (
                     e.stats[name] - before[name]
                     for name in ("drafted_tokens", "accepted_tokens", "generated_tokens"))
@@ -347,15 +370,19 @@ def test_draft_model_is_checked():
         engine(quantised("llama3"), "cpu", draft="mtp")
 
 
-@pytest.mark.parametrize("ahead", (False, True))
-def test_mtp_drafts_what_the_head_says(ahead, monkeypatch):
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("ahead, frequent", ((False, 512), (True, 512), (True, 256)))
+def test_mtp_drafts_what_the_head_says(ahead, frequent, backend, monkeypatch):
     """The first draft of each step is the head's own answer for the whole sequence so far, wherever
-    prompt and steps were cut; tokens are those of plain decoding."""
+    prompt and steps were cut, or its best among the frequent tokens; what is accepted are the
+    tokens of plain decoding. A card replays graphs."""
     submissions = list(cases(PROMPTS, seed=3))
-    expected = plain(quantised("qwen35"), submissions)
-    if ahead:
+    monkeypatch.setattr(spec, "FREQUENT", frequent)
+    monkeypatch.setattr(reference, "PANEL", 128)
+    expected = plain(quantised("qwen35"), submissions, backend)
+    if ahead and backend == "cpu":
         monkeypatch.setattr(leone, "open_backend", lambda name: RunsAhead())
-    with engine(quantised("qwen35"), "cpu", draft_length=3, prefill_chunk=20, max_rows=6) as e:
+    with engine(quantised("qwen35"), backend, draft_length=3, prefill_chunk=20, max_rows=6) as e:
         assert isinstance(e.proposer, spec.Mtp)
         assert run(e, submissions, together=True) == expected
         assert e.stats["drafted_tokens"] > 0.3 * e.stats["generated_tokens"]
@@ -371,8 +398,10 @@ def test_mtp_drafts_what_the_head_says(ahead, monkeypatch):
         run_one(e, prompt=prompt, max_tokens=14, sampling=leone.Sampling(temperature=0),
                 ignore_eos=True)
         assert len(seen) >= 3
+        if backend == "cuda":
+            assert any(key[0].startswith("mtp") and graph for key, graph in e.ops.graphs.items())
         for ids, first in seen:
-            assert e.draft_logits(ids)[-1].argmax() == first
+            assert e.draft_logits(ids)[-1, :frequent].argmax() == first
 
 
 # ---- the controller --------------------------------------------------------------------------
@@ -476,3 +505,34 @@ def test_bench_compares_with_plain_decoding(capsys):
     drafts, = json.loads(out)["drafts"]
     assert drafts["synthetic_acceptance"] is None and drafts["tokens_per_sweep"] > 0
     assert command(capsys, *bench, "--synthetic-acceptance", "2")[0] == 2
+
+
+def test_bench_on_prompts(capsys, tmp_path, monkeypatch):
+    """Ten small edits of a text of 15 to 60 lines, and five questions without one."""
+    prompts = json.loads((GOLDEN.parent / "prompts.json").read_text())
+    kinds = [item["kind"] for item in prompts]
+    assert kinds == 10 * ["edit"] + 5 * ["prose"]
+    assert all(15 <= len(item["prompt"]) - 2 <= 60 for item in prompts[:10])
+    few = tmp_path / "few.json"
+    few.write_text(json.dumps([{"kind": "edit", "prompt": ["ab ab ab ab", "ab ab"]},
+                               {"kind": "prose", "prompt": ["Why?"]}]))
+    monkeypatch.setattr(spec.Controller, "lengths", lambda self, limits: {
+        request: 3 for request, most in limits.items() if most >= 3})
+    bench = "bench", "--rows", "1", "--ctx", "1024", "--draft", "ngram", "--prompts"
+    code, out, _ = command(capsys, *bench, str(few), "--json")
+    result = json.loads(out)
+    assert code == 0 and set(result["median_gain"]) == {"edit", "prose"}
+    for found, kind in zip(result["prompts"], ("edit", "prose"), strict=True):
+        assert found["kind"] == kind and 0 <= found["accepted"] <= 1
+        assert found["gain"] == found["tokens_per_s"] / found["plain_tokens_per_s"] > 0
+        assert found["tokens_per_sweep"] == pytest.approx(
+            1 + found["accepted"] * found["drafts_per_token"] * found["tokens_per_sweep"], rel=0.1)
+    assert result["prompts"][0]["prompt_tokens"] > result["prompts"][1]["prompt_tokens"]
+    code, out, _ = command(capsys, *bench, str(few))
+    assert code == 0 and "median gain" in out and "accepted" in out
+    for text in ("[", '{"a": 1}', '["x"]', '[{"kind": "edit"}]', '[{"kind": "edit", "prompt": 3}]'):
+        few.write_text(text)
+        code, _, err = command(capsys, *bench, str(few))
+        assert code == 2 and err.count("\n") == 1, text
+    assert command(capsys, *bench, str(tmp_path / "none"))[0] == 2
+    assert command(capsys, "bench", "--prompts", str(few))[0] == 2

@@ -19,6 +19,7 @@ from gguf import quants
 
 from errors import DeviceError
 from kv import PAGE, Batch, state_layout
+from sampling import SLICE
 
 try:
     from cuda.bindings import driver
@@ -177,6 +178,7 @@ WIDEST_HEAD = 128  # for which there are wide tiles
 SEGMENT = 256  # positions under one running softmax
 PARTS_LIMIT = 1 << 28  # bytes of scratch for segments that wait to be merged
 ROW_THREADS = 1024  # of the kernels that hold a row in a block
+SAMPLE_THREADS, SAMPLE_STATE_BYTES = 512, 39032  # as in kernels.cu
 DELTA_DIM = 128  # values of a head in the gated delta net
 
 # How kernels.cu holds weights of a format (see `Packed` there), in the order of enum WeightFormat:
@@ -1004,11 +1006,16 @@ class Device:
         The tokens are also kept for rows of the next step that ask for the last one of their slot.
         """
         rows, n_vocab = logits.shape
+        n_slices = -(-n_vocab // SLICE)
         tokens = self.buffer("sample_tokens", (rows,), np.int32)
         logprobs = self.buffer("sample_logprobs", (rows,), np.float32)
-        self.launch("sample", (rows,), 1024,
-                    (logits, draws, self.adjustments, tokens, logprobs, self.last_tokens(batch),
-                     batch.slots, batch.logit_rows, n_vocab))
+        state = self.buffer("sample_state", (rows, SAMPLE_STATE_BYTES), np.uint8)
+        slices = self.buffer("sample_slices", (rows, n_slices, 24), np.uint8)
+        row = logits, draws, self.adjustments, state
+        for name, args in (("sample_slices", (slices,)), ("sample_cut", ()),
+                           ("sample", (slices, tokens, logprobs, self.last_tokens(batch),
+                                       batch.slots, batch.logit_rows))):
+            self.launch(name, (n_slices, rows), SAMPLE_THREADS, (*row, *args, n_vocab))
         return tokens, logprobs
 
     def last_tokens(self, batch):

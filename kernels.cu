@@ -1869,10 +1869,12 @@ KERNEL sigmoid_gate(uint4* x, const float* qkv, int cols, int stride, int qkv_co
 // either exact (integers, keys) or one rounded float64 operation after another, as written there.
 // ---------------------------------------------------------------------------------------------
 
-constexpr int SAMPLE_THREADS = 1024;
+constexpr int SAMPLE_THREADS = 512, SAMPLE_WARPS = SAMPLE_THREADS / 32;
+constexpr int SLICE = 4 * SAMPLE_THREADS;   // tokens of a block, four consecutive ones a thread
 constexpr double REACH = 28.0;
 constexpr int WEIGHT_BITS = 40;
 constexpr double LN2_HIGH = 6.93147180369123816490e-01, LN2_LOW = 1.90821492927058770002e-10;
+DEVICE constexpr double factorial(int n) { return n == 0 ? 1.0 : n * factorial(n - 1); }
 
 struct SampleRow {                          // sampling.ROW
     uint64_t seed;
@@ -1898,12 +1900,21 @@ DEVICE uint64_t sample_weight(double x) {
     if (x < -REACH) return 0;
     double k = rint(__dmul_rn(x, 1.4426950408889634));
     double r = __dsub_rn(__dsub_rn(x, __dmul_rn(k, LN2_HIGH)), __dmul_rn(k, LN2_LOW));
-    constexpr double FACTORIALS[] = {1,    1,     2,      6,       24,       120,       720,
-                                     5040, 40320, 362880, 3628800, 39916800, 479001600, 6227020800};
-    double p = 1.0 / FACTORIALS[13];
-    for (int n = 12; n >= 0; n--) p = mul_add(p, r, 1.0 / FACTORIALS[n]);  // Taylor terms
+    double p = 1.0 / factorial(13);
+    for (int n = 12; n >= 0; n--) p = mul_add(p, r, 1.0 / factorial(n));  // Taylor terms
     double power = __longlong_as_double((long long)(int(k) + 1023 + WEIGHT_BITS) << 52);
     return uint64_t(__dmul_rn(p, power));
+}
+
+// The same in float32, within 4e-7 of the weight: float64 takes ten times as long on most cards.
+DEVICE uint64_t rough_weight(float x) {
+    if (!(x >= float(-REACH))) return 0;    // NaN too: -inf less -inf
+    float k = rintf(__fmul_rn(x, 1.44269504f));
+    float r = __fsub_rn(__fsub_rn(x, __fmul_rn(k, 0.693145751953125f)),
+                        __fmul_rn(k, 1.42860677e-6f));
+    float p = float(1.0 / factorial(7));
+    for (int n = 6; n >= 0; n--) p = __fadd_rn(__fmul_rn(p, r), float(1.0 / factorial(n)));
+    return uint64_t(__fmul_rn(p, __int_as_float(int(k) + 127 + WEIGHT_BITS << 23)));
 }
 
 // Natural logarithm of a positive, normal v.
@@ -1963,16 +1974,23 @@ DEVICE float float_of_rank(uint32_t rank) {
     return __uint_as_float(rank >> 31 ? rank & 0x7fffffffu : ~rank);
 }
 
+// Ranking by logit descending, then id ascending: the larger key comes first.
+DEVICE uint64_t sample_key(float logit, int id) {
+    return uint64_t(float_rank(logit)) << 32 | uint32_t(~id);
+}
+DEVICE float logit_of_key(uint64_t key) { return float_of_rank(uint32_t(key >> 32)); }
+DEVICE int id_of_key(uint64_t key) { return int(~uint32_t(key)); }
+
 // Every thread of the block gets op over all threads' x; op is exact and commutative.
 template <class T, class Op>
 DEVICE T block_all(T x, Op op) {
-    __shared__ T partial[SAMPLE_THREADS / 32];
+    __shared__ T partial[SAMPLE_WARPS];
     for (int o = 16; o > 0; o >>= 1) x = op(x, __shfl_xor_sync(ALL_LANES, x, o));
     __syncthreads();                        // an earlier result has been read by all
     if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = x;
     __syncthreads();
-    x = partial[threadIdx.x % 32];
-    for (int o = 16; o > 0; o >>= 1) x = op(x, __shfl_xor_sync(ALL_LANES, x, o));
+    x = partial[threadIdx.x % SAMPLE_WARPS];
+    for (int o = SAMPLE_WARPS / 2; o > 0; o >>= 1) x = op(x, __shfl_xor_sync(ALL_LANES, x, o));
     return x;
 }
 
@@ -1985,224 +2003,480 @@ DEVICE uint64_t block_sum(uint64_t x) {
     return block_all(x, [](uint64_t a, uint64_t b) { return a + b; });
 }
 
-// The logits of one row as the sampler sees them: penalties and bias are applied on every read.
+// Sum of the x of the threads before this one.
+DEVICE uint64_t block_sum_before(uint64_t x) {
+    __shared__ uint64_t sums[SAMPLE_WARPS];
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    uint64_t up_to = x;
+    for (int o = 1; o < 32; o <<= 1) {
+        uint64_t left = __shfl_up_sync(ALL_LANES, up_to, o);
+        if (lane >= o) up_to += left;
+    }
+    __syncthreads();
+    if (lane == 31) sums[warp] = up_to;
+    __syncthreads();
+    for (int i = 0; i < warp; i++) up_to += sums[i];
+    return up_to - x;
+}
+
+// True in the block that is the last of its row to call this: it sees what the others wrote.
+// The counter is zero again afterwards.
+DEVICE bool last_of_row(unsigned* arrived) {
+    __shared__ bool last;
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        last = atomicAdd(arrived, 1u) == gridDim.x - 1;
+        if (last) *arrived = 0;
+    }
+    __syncthreads();
+    __threadfence();
+    return last;
+}
+
+// A filter keeps all keys from `high` on and none below `low`. Sums of the tokens from `high` on
+// and of those between the two, where the filter ends.
+struct SampleCut {
+    uint64_t low, high, count_before, weight_before, count, weight;
+};
+
+// What the blocks of a row tell each other. Zero between two calls, but for the cuts and the list.
+constexpr int BINS = SAMPLE_THREADS, LISTED = 4096;
+struct SampleState {
+    unsigned long long top;                 // the largest key
+    unsigned lowest;                        // ~ rank of the lowest finite logit
+    unsigned arrived, listed;               // blocks, keys in `list`
+    SampleCut top_k, top_p;
+    unsigned long long weights[BINS];
+    unsigned counts[BINS];
+    uint64_t list[LISTED];                  // the keys between low and high of the two cuts
+};
+static_assert(sizeof(SampleState) == 39032, "device.SAMPLE_STATE_BYTES");
+
+struct SampleSlice {
+    uint64_t weight;                        // of the raw logits, sum of exp(logit - top) * 2^40
+    double score;                           // of the best token of those that are surely kept
+    float top;
+    int token;
+};
+
+// The logits of one row as the sampler sees them.
 struct SampleValues {
     const float* logits;
     const Adjustment* adjustments;          // of this row, or null
     float repetition, presence, frequency;
+    int n_vocab;
 
-    DEVICE float operator()(int id) const {
-        float l = logits[id];
-        if (adjustments == nullptr) return l;
-        Adjustment a = adjustments[id];
-        if (a.count) l = l > 0.0f ? __fdiv_rn(l, repetition) : __fmul_rn(l, repetition);
-        uint32_t said = a.count & 0x7fffffffu;
-        if (said)
-            l = __fsub_rn(__fsub_rn(l, presence), __fmul_rn(frequency, __uint2float_rn(said)));
-        return __fadd_rn(l, a.bias);
+    DEVICE SampleValues(const float* logits, const SampleRow& row, const Adjustment* adjustments,
+                        int n_vocab)
+        : logits(logits + size_t(blockIdx.y) * n_vocab),
+          adjustments(row.adjustment < 0 ? nullptr : adjustments + size_t(row.adjustment) * n_vocab),
+          repetition(row.repetition), presence(row.presence), frequency(row.frequency),
+          n_vocab(n_vocab) {}
+
+    // This thread's first token of a slice.
+    static DEVICE int first_of(int slice) { return SLICE * slice + 4 * threadIdx.x; }
+
+    // Four logits as they are in memory, -inf behind the last.
+    DEVICE void raw(int id, float (&l)[4]) const {
+        if (n_vocab % 4 == 0 && id < n_vocab) {
+            float4 four = *reinterpret_cast<const float4*>(logits + id);
+            l[0] = four.x, l[1] = four.y, l[2] = four.z, l[3] = four.w;
+        } else {
+            for (int j = 0; j < 4; j++) l[j] = id + j < n_vocab ? logits[id + j] : -INFINITY;
+        }
     }
 
-    // Ranking by logit descending, then id ascending: the larger key comes first.
-    DEVICE uint64_t key(int id) const {
-        return uint64_t(float_rank((*this)(id))) << 32 | uint32_t(~id);
+    // Penalties and bias.
+    DEVICE void adjust(int id, float (&l)[4]) const {
+        for (int j = 0; j < 4 && adjustments != nullptr && id + j < n_vocab; j++) {
+            Adjustment a = adjustments[id + j];
+            if (a.count) l[j] = l[j] > 0.0f ? __fdiv_rn(l[j], repetition) : __fmul_rn(l[j], repetition);
+            uint32_t said = a.count & 0x7fffffffu;
+            if (said)
+                l[j] = __fsub_rn(__fsub_rn(l[j], presence),
+                                 __fmul_rn(frequency, __uint2float_rn(said)));
+            l[j] = __fadd_rn(l[j], a.bias);
+        }
+    }
+
+    DEVICE void read(int id, float (&l)[4]) const {
+        raw(id, l);
+        adjust(id, l);
     }
 };
 
-// Sums over tokens that share a digit of their key. A weight is three limbs of 14 bits, so that the
-// adds are native 32-bit atomics and 2^18 tokens cannot overflow one; the fourth counts the tokens.
-// Lanes spread over 8 copies.
-constexpr int BINS = 256, BIN_COPIES = 8, LIMBS = 4, LIMB_BITS = 14;
+DEVICE double scaled_gap(float l, float top, const SampleRow& row) {
+    return __dmul_rn(__dsub_rn(double(l), double(top)), row.inverse_temperature);
+}
+
+// First of three launches: the largest key of the row; of each slice, the raw logits' largest and
+// their weights relative to it.
+// PRECOND of all three: grid (slices, rows), block SAMPLE_THREADS, n_vocab <= 2^20, no two active
+// rows share a slot.
+KERNEL __launch_bounds__(SAMPLE_THREADS)
+sample_slices(const float* logits, const SampleRow* draws, const Adjustment* adjustments,
+              SampleState* states, SampleSlice* slices, int n_vocab) {
+    follow_predecessor();
+    const SampleRow& row = draws[blockIdx.y];
+    if (!row.active) return;
+    SampleValues values(logits, row, adjustments, n_vocab);
+    SampleState& state = states[blockIdx.y];
+    float raw[4], l[4];
+    const int id = values.first_of(blockIdx.x);
+    values.raw(id, raw);
+    for (int j = 0; j < 4; j++) l[j] = raw[j];
+    values.adjust(id, l);
+    uint64_t top = 0;
+    for (int j = 0; j < 4; j++) top = max(top, sample_key(l[j], id + j));
+    top = block_max(top);
+    float raw_top = logit_of_key(top);
+    if (values.adjustments != nullptr)
+        raw_top = block_max(fmaxf(fmaxf(raw[0], raw[1]), fmaxf(raw[2], raw[3])));
+    uint64_t weight = 0;
+    for (int j = 0; j < 4; j++) weight += rough_weight(__fsub_rn(raw[j], raw_top));
+    weight = block_sum(weight);
+    unsigned lowest = 0;
+    if (row.top_k || row.top_p) {
+        for (int j = 0; j < 4; j++)
+            if (isfinite(l[j])) lowest = max(lowest, ~float_rank(l[j]));
+        lowest = block_max(lowest);
+    }
+    if (threadIdx.x == 0) {
+        SampleSlice& slice = slices[blockIdx.y * gridDim.x + blockIdx.x];
+        slice.weight = weight;
+        slice.top = raw_top;
+        atomicMax(&state.top, (unsigned long long)top);
+        if (lowest) atomicMax(&state.lowest, lowest);
+    }
+}
+
+// The bin of a key, by logit or, with a shift, by the key itself. The largest key is in bin 0.
 struct SampleBins {
-    uint32_t limb[LIMBS][BINS][BIN_COPIES];
-    uint64_t sum[BINS], before;             // from here on the highest digit comes first
-    bool single[BINS];
-    int chosen;
+    float top, scale;
+    uint64_t low, high;
+    int shift;                              // -1: by logit
+
+    DEVICE int operator()(uint64_t key) const {
+        if (key < low || key >= high) return BINS;
+        if (shift >= 0) return int(high - 1 - key >> shift);
+        float depth = (top - logit_of_key(key)) * scale;
+        return depth < BINS ? int(depth) : BINS;    // NaN: BINS
+    }
+
+    // The lowest key in a bin up to `bin`, `high` if there is none.
+    DEVICE uint64_t lowest_key(int bin) const {
+        uint64_t lowest = low, highest = high;
+        while (lowest < highest) {
+            uint64_t middle = lowest + (highest - lowest) / 2;
+            if ((*this)(middle) <= bin) highest = middle;
+            else lowest = middle + 1;
+        }
+        return lowest;
+    }
 };
 
-// Lowest key that a filter keeps, in every thread. Of the tokens with key >= floor, in the order of
-// the ranking, it keeps those before whom the weights sum to less than limit_of(sum of all), which
-// is at least 1 and at most that sum. Radix select, 8 bits of the key a pass; once the deciding
-// token is alone in its bin, the bin's lowest key does.
-template <class Weight, class Limit>
-__device__ uint64_t sample_cut(SampleBins& bins, const SampleValues& values, int n_vocab,
-                               uint64_t floor, Weight weight_of, Limit limit_of) {
-    uint64_t prefix = 0;                    // leading digits of the deciding token
-    uint64_t before = 0, limit = 0;         // weights of what is surely kept; known to warp 0
-    for (int shift = 56;; shift -= 8) {
-        for (int i = threadIdx.x; i < LIMBS * BINS * BIN_COPIES; i += SAMPLE_THREADS)
-            (&bins.limb[0][0][0])[i] = 0;
-        __syncthreads();
-        for (int id = threadIdx.x; id < n_vocab; id += SAMPLE_THREADS) {
-            uint64_t key = values.key(id);
-            if (key < floor || (shift < 56 && key >> (shift + 8) != prefix)) continue;
-            uint64_t weight = weight_of(id);
-            // Weightless tokens come last, out of reach of the noise: it is all the same whether
-            // one shares the bin of the deciding token.
-            if (weight == 0) continue;
-            weight |= 1ull << 3 * LIMB_BITS;
-            int digit = int(key >> shift) & (BINS - 1), copy = threadIdx.x % BIN_COPIES;
-            for (int part = 0; part < LIMBS; part++) {
-                uint32_t limb = uint32_t(weight >> (part * LIMB_BITS)) & ((1u << LIMB_BITS) - 1);
-                if (limb) atomicAdd(&bins.limb[part][digit][copy], limb);
-            }
-        }
-        __syncthreads();
-        if (threadIdx.x < BINS) {           // fold the copies; sum[0] is of the highest digit
-            int digit = BINS - 1 - int(threadIdx.x);
-            uint64_t sum = 0;
-            uint32_t count = 0;
-            for (int copy = 0; copy < BIN_COPIES; copy++) {
-                count += bins.limb[3][digit][copy];
-                for (int part = 0; part < 3; part++)
-                    sum += uint64_t(bins.limb[part][digit][copy]) << (part * LIMB_BITS);
-            }
-            bins.sum[threadIdx.x] = sum;
-            bins.single[threadIdx.x] = count == 1;
-        }
-        __syncthreads();
-        if (threadIdx.x < 32) {             // find the bin in which the sum reaches the limit
-            constexpr int PER_LANE = BINS / 32;
-            uint64_t mine = 0;
-            for (int j = 0; j < PER_LANE; j++) mine += bins.sum[threadIdx.x * PER_LANE + j];
-            uint64_t up_to = mine;          // inclusive sum over the lanes
-            for (int o = 1; o < 32; o <<= 1) {
-                uint64_t left = __shfl_up_sync(ALL_LANES, up_to, o);
-                if (int(threadIdx.x) >= o) up_to += left;
-            }
-            if (shift == 56) limit = limit_of(__shfl_sync(ALL_LANES, up_to, 31));
-            uint64_t sum = before + up_to - mine;
-            for (int j = 0; j < PER_LANE; j++) {
-                int bin = threadIdx.x * PER_LANE + j;
-                if (sum < limit && limit <= sum + bins.sum[bin]) {
-                    bins.chosen = bin;
-                    bins.before = sum;
-                }
-                sum += bins.sum[bin];
-            }
-        }
-        __syncthreads();
-        prefix = prefix << 8 | uint32_t(BINS - 1 - bins.chosen);
-        before = bins.before;
-        if (bins.single[bins.chosen] || shift == 0) return max(prefix << shift, floor);
+// Adds the tokens of a slice to the sums of their bins.
+__device__ void sample_histogram(SampleState& state, const SampleValues& values,
+                                 const SampleRow& row, const SampleBins& bins, int slice) {
+    // A 64-bit sum, the weights in its lower 52 bits and the number of tokens in the upper 12, in
+    // two words: shared memory has native atomics of 32 bits only.
+    __shared__ uint32_t lower[BINS], upper[BINS];
+    __syncthreads();
+    lower[threadIdx.x] = upper[threadIdx.x] = 0;
+    __syncthreads();
+    float l[4];
+    const int id = values.first_of(slice);
+    values.read(id, l);
+    for (int j = 0; j < 4; j++) {
+        int bin = bins(sample_key(l[j], id + j));
+        if (bin >= BINS) continue;
+        uint64_t amount = sample_weight(scaled_gap(l[j], bins.top, row)) | 1ull << 52;
+        uint32_t low = uint32_t(amount), old = atomicAdd(&lower[bin], low);
+        atomicAdd(&upper[bin], uint32_t(amount >> 32) + (old + low < old));     // with the carry
     }
+    __syncthreads();
+    uint64_t sum = uint64_t(upper[threadIdx.x]) << 32 | lower[threadIdx.x];
+    if (sum == 0) return;
+    atomicAdd(&state.weights[threadIdx.x], (unsigned long long)(sum & (1ull << 52) - 1));
+    atomicAdd(&state.counts[threadIdx.x], unsigned(sum >> 52));
 }
 
-// Calls visit(id, logit, Philox word) for the tokens with key >= floor. Four share a Philox call.
-template <class Visit>
-DEVICE void sample_survivors(const SampleValues& values, const SampleRow& row, int n_vocab,
-                             uint64_t floor, Visit visit) {
-    for (int id = 4 * threadIdx.x; id < n_vocab; id += 4 * SAMPLE_THREADS) {
-        bool keeps[4], any = false;
-        for (int j = 0; j < 4; j++)
-            any |= keeps[j] = id + j < n_vocab && values.key(id + j) >= floor;
-        if (!any) continue;
-        uint4 words = philox(row.seed, make_uint4(row.position, row.choice, uint32_t(id) / 4, 0));
-        uint32_t word[4] = {words.x, words.y, words.z, words.w};
-        for (int j = 0; j < 4; j++)
-            if (keeps[j]) visit(id + j, values(id + j), word[j]);
+// The part of `cut` from the bin in which the count, or the weight, reaches `least` to the one in
+// which it reaches `most`; the last bin if it never does. A thread holds the sums of its bin.
+__device__ SampleCut sample_narrow(const SampleCut& cut, const SampleBins& bins, uint64_t count,
+                                   uint64_t weight, bool by_weight, uint64_t least, uint64_t most) {
+    __shared__ SampleCut next;
+    __shared__ int first, last;
+    const int bin = threadIdx.x;
+    uint64_t count_before = cut.count_before + block_sum_before(count);
+    uint64_t weight_before = cut.weight_before + block_sum_before(weight);
+    uint64_t before = by_weight ? weight_before : count_before;
+    uint64_t up_to = before + (by_weight ? weight : count);
+    if (bin == 0) first = last = BINS - 1;
+    __syncthreads();
+    if (before < least && least <= up_to) first = bin;
+    if (before < most && most <= up_to) last = bin;
+    __syncthreads();
+    if (bin == first) {
+        next.high = bins.lowest_key(bin - 1);
+        next.count_before = count_before;
+        next.weight_before = weight_before;
     }
+    __syncthreads();
+    if (bin == last) {
+        next.low = bins.lowest_key(bin);
+        next.count = count_before + count - next.count_before;
+        next.weight = weight_before + weight - next.weight_before;
+    }
+    __syncthreads();
+    return next;
 }
 
-// Token id, in every thread: the row's filters, then the argmax of x + noise. top = largest logit.
-__device__ int sample_draw(SampleBins& bins, const SampleValues& values, const SampleRow& row,
-                           int n_vocab, float top) {
-    auto x_of = [&](float l) {
-        return __dmul_rn(__dsub_rn(double(l), double(top)), row.inverse_temperature);
+DEVICE uint64_t top_p_limit(uint32_t top_p, uint64_t all) {     // ceil(top_p * all / 2^32)
+    uint64_t p = top_p, low = p * uint32_t(all);
+    return p * (all >> 32) + (low >> 32) + (uint32_t(low) != 0);
+}
+
+// Second launch, for rows with top_k or top_p: where they end, up to as many tokens as the list
+// holds. One histogram of the row mostly says it; where many logits are equal, one block narrows
+// the interval further.
+KERNEL __launch_bounds__(SAMPLE_THREADS)
+sample_cut(const float* logits, const SampleRow* draws, const Adjustment* adjustments,
+           SampleState* states, int n_vocab) {
+    follow_predecessor();
+    const SampleRow& row = draws[blockIdx.y];
+    if (!row.active || row.inverse_temperature == 0.0 || (row.top_k == 0 && row.top_p == 0)) return;
+    SampleState& state = states[blockIdx.y];
+    const float top = logit_of_key(state.top);
+    if (!isfinite(top)) return;
+    SampleValues values(logits, row, adjustments, n_vocab);
+    float range = fminf(float(REACH / row.inverse_temperature),
+                        top - float_of_rank(~state.lowest));
+    const SampleBins bins{top, float(BINS - 1) / fmaxf(range, 1e-30f), 0, state.top + 1, -1};
+    sample_histogram(state, values, row, bins, blockIdx.x);
+    if (!last_of_row(&state.arrived)) return;
+
+    auto take = [&](uint64_t& count, uint64_t& weight) {
+        count = atomicExch(&state.counts[threadIdx.x], 0u);
+        weight = atomicExch(&state.weights[threadIdx.x], 0ull);
     };
-    uint64_t floor = 0;
-    if (row.top_k > 0 && row.top_k < n_vocab)
-        floor = sample_cut(
-            bins, values, n_vocab, floor, [](int) { return uint64_t(1); },
-            [&](uint64_t) { return uint64_t(row.top_k); });
-    if (row.top_p > 0)
-        floor = sample_cut(
-            bins, values, n_vocab, floor, [&](int id) { return sample_weight(x_of(values(id))); },
-            [&](uint64_t all) {             // ceil(top_p * all / 2^32), in 64 bits
-                uint64_t p = row.top_p, low = p * uint32_t(all);
-                return p * (all >> 32) + (low >> 32) + (uint32_t(low) != 0);
-            });
-
-    // The lowest float that min_p keeps, by bisection: gap >= min_gap is monotone in the logit.
-    uint32_t lowest = 0, highest = float_rank(top);
-    while (lowest < highest) {
-        uint32_t middle = lowest + (highest - lowest) / 2;
-        if (__dsub_rn(double(float_of_rank(middle)), double(top)) >= row.min_gap) highest = middle;
-        else lowest = middle + 1;
+    uint64_t count, weight;
+    take(count, weight);
+    const uint64_t all = block_sum(weight);
+    auto cut_of = [&](bool by_weight, uint64_t least, uint64_t most, unsigned room) {
+        SampleCut cut = sample_narrow({0, bins.high}, bins, count, weight, by_weight, least, most);
+        while (cut.count > room) {
+            SampleBins finer{top, 0.0f, cut.low, cut.high, 0};
+            while (cut.high - 1 - cut.low >> finer.shift >= BINS) finer.shift++;
+            for (int slice = 0; slice < gridDim.x; slice++)
+                sample_histogram(state, values, row, finer, slice);
+            __syncthreads();
+            uint64_t fine_count, fine_weight;
+            take(fine_count, fine_weight);
+            cut = sample_narrow(cut, finer, fine_count, fine_weight, by_weight, least, most);
+        }
+        return cut;
+    };
+    SampleCut top_k{0, 0, ~0ull, all}, top_p;     // without top_k: behind the last token
+    uint64_t least = all, most = all;       // weights of what top_k keeps
+    if (row.top_k) {
+        top_k = cut_of(false, row.top_k, row.top_k, LISTED / 4);
+        least = top_k.weight_before;
+        most = least + top_k.weight;
+        if (top_k.count_before + top_k.count <= row.top_k) least = most;
     }
-    floor = max(floor, uint64_t(lowest) << 32);
+    // It has no more tokens than top_k's, by one a bin: they weigh as much or more.
+    top_p = row.top_p == 0 ? top_k : cut_of(true, max(top_p_limit(row.top_p, least), uint64_t(1)),
+                                            top_p_limit(row.top_p, most), LISTED / 2);
+    if (threadIdx.x == 0) state.top_k = top_k, state.top_p = top_p;
+}
 
+// The best token under the scores of all threads; of equals the one with the lowest id.
+struct SampleBest {
+    double score = -INFINITY;
+    int token = 0x7fffffff;
+
+    DEVICE void consider(double other, int id) {
+        if (other > score || (other == score && id < token)) score = other, token = id;
+    }
+    DEVICE void of_block() {
+        double best = block_max(score);
+        token = int(~block_max(score == best ? ~uint32_t(token) : 0u));
+        score = best;
+    }
+};
+
+// The best of the slice's tokens that the filters surely keep. Those between the ends of a cut go
+// to the list.
+__device__ SampleBest sample_best(SampleState& state, const SampleValues& values,
+                                  const SampleRow& row) {
+    const float top = logit_of_key(state.top);
+    const int id = values.first_of(blockIdx.x);
+    float l[4];
+    values.read(id, l);
+    bool keeps[4], any = false;
+    for (int j = 0; j < 4; j++) {
+        keeps[j] = true;
+        if (row.top_k || row.top_p) {
+            uint64_t key = sample_key(l[j], id + j);
+            if ((key >= state.top_k.low && key < state.top_k.high) ||
+                (key >= state.top_p.low && key < state.top_p.high))
+                state.list[atomicAdd(&state.listed, 1u)] = key;
+            keeps[j] = key >= max(state.top_k.high, state.top_p.high);
+        }
+        any |= keeps[j];
+    }
+    auto words_of = [&](int id) {
+        return philox(row.seed, make_uint4(row.position, row.choice, uint32_t(id) / 4, 0));
+    };
+    const int top_id = id_of_key(state.top);
+    const uint4 top_words = words_of(top_id);
+    const uint32_t top_word[4] = {top_words.x, top_words.y, top_words.z, top_words.w};
+    const float top_noise = rough_gumbel(top_word[top_id % 4]) - 1e-3f;
+    const float inverse = float(row.inverse_temperature);
+    float scores[4], best = top_noise;
+    uint32_t word[4] = {};
+    if (any) {
+        uint4 words = words_of(id);
+        word[0] = words.x, word[1] = words.y, word[2] = words.z, word[3] = words.w;
+    }
+    // The largest logit scores its noise. Others must beat it, and -log(1 - u) is never below
+    // the noise -log(-log(u)).
+    for (int j = 0; j < 4; j++) {
+        float x = (l[j] - top) * inverse;
+        scores[j] = -INFINITY;
+        if (!keeps[j] || (float(~word[j]) + 0.5f) * (1.0f / 4294967296.0f) > __expf(x - top_noise) ||
+            __dsub_rn(double(l[j]), double(top)) < row.min_gap) continue;
+        scores[j] = x + rough_gumbel(word[j]);
+        best = fmaxf(best, scores[j]);
+    }
     // Scores in float32 are within 2e-5 of the truth (x is above -28.1 here), so what is 1e-3
     // behind the best of them cannot win; the rest, mostly one token, is scored exactly.
-    float inverse = float(row.inverse_temperature), best = -INFINITY;
-    auto rough = [&](float l, uint32_t word) { return (l - top) * inverse + rough_gumbel(word); };
-    sample_survivors(values, row, n_vocab, floor, [&](int, float l, uint32_t word) {
-        best = fmaxf(best, rough(l, word));
-    });
-    float close = block_max(best) - 1e-3f;
+    best = block_max(best);
+    SampleBest exact;
+    for (int j = 0; j < 4; j++)
+        if (scores[j] >= best - 1e-3f)
+            exact.consider(__dadd_rn(scaled_gap(l[j], top, row), gumbel(word[j])), id + j);
+    exact.of_block();
+    return exact;
+}
 
-    double score = -INFINITY;
-    int token = -1;
-    sample_survivors(values, row, n_vocab, floor, [&](int id, float l, uint32_t word) {
-        if (rough(l, word) < close) return;
-        double exact = __dadd_rn(x_of(l), gumbel(word));
-        if (exact > score) {                // ids ascend within a thread: the lower one stays
-            score = exact;
-            token = id;
+// Lets `best` consider the listed tokens that the filters keep.
+__device__ void sample_listed(SampleState& state, const SampleRow& row, SampleBest& best) {
+    __shared__ uint64_t keys[LISTED];
+    const float top = logit_of_key(state.top);
+    const int n = state.listed;
+    int size = SAMPLE_THREADS;
+    while (size < n) size *= 2;
+    for (int i = threadIdx.x; i < size; i += SAMPLE_THREADS) keys[i] = i < n ? state.list[i] : 0;
+    for (int run = 2; run <= size; run *= 2)        // bitonic sort, the largest key first
+        for (int step = run / 2; step > 0; step /= 2) {
+            __syncthreads();
+            for (int i = threadIdx.x; i < size / 2; i += SAMPLE_THREADS) {
+                int left = 2 * i - i % step, right = left + step;
+                uint64_t a = keys[left], b = keys[right];
+                if ((a < b) == ((left & run) == 0)) keys[left] = b, keys[right] = a;
+            }
         }
-    });
-    double winner = block_max(score);
-    return int(~block_max(score == winner && token >= 0 ? ~uint32_t(token) : 0u));
+    __syncthreads();
+
+    // Between the two cuts lie tokens that top_k keeps and top_p does not.
+    const SampleCut top_k = state.top_k, top_p = state.top_p;
+    uint64_t count_before = min(top_k.count_before, top_p.count_before);
+    uint64_t weight_before = min(top_k.weight_before, top_p.weight_before);
+    uint64_t gap_count = 0, gap_weight = 0;
+    if (top_k.high < top_p.low) {
+        gap_count = top_k.count_before - top_p.count_before - top_p.count;
+        gap_weight = top_k.weight_before - top_p.weight_before - top_p.weight;
+    }
+    const int each = size / SAMPLE_THREADS, first = each * threadIdx.x;
+    auto weight_of = [&](int i) { return sample_weight(scaled_gap(logit_of_key(keys[i]), top, row)); };
+    auto in_top_k = [&](int i) {
+        uint64_t rank = count_before + i + (keys[i] < top_k.high ? gap_count : 0);
+        return i < n && (row.top_k == 0 || rank < row.top_k);
+    };
+    uint64_t mine = 0, kept = 0;
+    for (int i = first; i < first + each && i < n; i++) {
+        uint64_t weight = weight_of(i);
+        mine += weight;
+        if (in_top_k(i)) kept += weight;
+    }
+    uint64_t limit = top_p_limit(row.top_p, weight_before + gap_weight + block_sum(kept));
+    uint64_t before = weight_before + block_sum_before(mine);
+    for (int i = first; i < first + each && in_top_k(i); i++) {
+        float l = logit_of_key(keys[i]);
+        int id = id_of_key(keys[i]);
+        uint64_t behind = before + (keys[i] < top_k.high ? gap_weight : 0);
+        before += weight_of(i);
+        if ((row.top_p && behind >= limit) ||
+            __dsub_rn(double(l), double(top)) < row.min_gap) continue;
+        uint4 words = philox(row.seed, make_uint4(row.position, row.choice, uint32_t(id) / 4, 0));
+        uint32_t word[4] = {words.x, words.y, words.z, words.w};
+        best.consider(__dadd_rn(scaled_gap(l, top, row), gumbel(word[id % 4])), id);
+    }
 }
 
 // tokens[row], logprobs[row] = sampling.sample(logits[row] (n_vocab), draws[row]); -1 for padding
 // and for a row with a NaN, a +inf or no finite logit. The token (0 for -1) also goes to
 // last_tokens[slot of the row], for the next step's embed; it is counted in the adjustments.
-// PRECOND: grid (rows), block 1024, n_vocab <= 2^20, no two active rows share a slot.
-// Thread 0 holds the result. Bytes: 4 n_vocab a pass over the row, 12 with adjustments; greedy
-// takes 2 passes (argmax, logprob), sampling 2 more, top_k and top_p 3 to 8 each.
+// Last launch. Thread 0 of the first block of a greedy row, or of the last one to end, holds the
+// result. Bytes: 4 n_vocab, 12 with adjustments, in each launch that reads the row: the first for
+// all, this one if the temperature is above 0, the second with top_k or top_p.
 KERNEL __launch_bounds__(SAMPLE_THREADS)
-sample(const float* logits, const SampleRow* draws, Adjustment* adjustments, int* tokens,
-       float* logprobs, int* last_tokens, const int* slots, const int* logit_rows, int n_vocab) {
+sample(const float* logits, const SampleRow* draws, Adjustment* adjustments, SampleState* states,
+       SampleSlice* slices, int* tokens, float* logprobs, int* last_tokens, const int* slots,
+       const int* logit_rows, int n_vocab) {
     follow_predecessor();
-    __shared__ SampleBins bins;
-    const SampleRow& row = draws[blockIdx.x];
+    const SampleRow& row = draws[blockIdx.y];
     if (!row.active) {
-        if (threadIdx.x == 0) tokens[blockIdx.x] = -1, logprobs[blockIdx.x] = 0.0f;
+        if (blockIdx.x == 0 && threadIdx.x == 0) tokens[blockIdx.y] = -1, logprobs[blockIdx.y] = 0.0f;
         return;
     }
-    logits += size_t(blockIdx.x) * n_vocab;
-    Adjustment* adjustment =
-        row.adjustment < 0 ? nullptr : adjustments + size_t(row.adjustment) * n_vocab;
-    SampleValues values{logits, adjustment, row.repetition, row.presence, row.frequency};
-
-    uint64_t best = 0;
-    for (int id = threadIdx.x; id < n_vocab; id += SAMPLE_THREADS) best = max(best, values.key(id));
-    best = block_max(best);
-    float top = float_of_rank(uint32_t(best >> 32)), logprob = 0.0f;
-    int token = -1;
-    if (isfinite(top)) {
-        token = int(~uint32_t(best));
-        if (row.inverse_temperature > 0.0) token = sample_draw(bins, values, row, n_vocab, top);
-
-        float raw_top = top;
-        if (adjustment != nullptr) {
-            float largest = -INFINITY;
-            for (int id = threadIdx.x; id < n_vocab; id += SAMPLE_THREADS)
-                largest = fmaxf(largest, logits[id]);
-            raw_top = block_max(largest);
+    SampleState& state = states[blockIdx.y];
+    slices += blockIdx.y * gridDim.x;
+    SampleValues values(logits, row, adjustments, n_vocab);
+    const uint64_t top = state.top;
+    const bool sound = isfinite(logit_of_key(top));
+    int token = sound ? id_of_key(top) : -1;
+    if (sound && row.inverse_temperature > 0.0) {
+        SampleBest best = sample_best(state, values, row);
+        if (threadIdx.x == 0) {
+            slices[blockIdx.x].score = best.score;
+            slices[blockIdx.x].token = best.token;
         }
-        uint64_t weights = 0;
-        for (int id = threadIdx.x; id < n_vocab; id += SAMPLE_THREADS)
-            weights += sample_weight(__dsub_rn(double(logits[id]), double(raw_top)));
-        double all = __dmul_rn(__ull2double_rn(block_sum(weights)), 1.0 / (1LL << WEIGHT_BITS));
-        double gap = __dsub_rn(double(logits[token]), double(raw_top));
+        if (!last_of_row(&state.arrived)) return;
+        for (int i = threadIdx.x; i < gridDim.x; i += SAMPLE_THREADS)
+            best.consider(slices[i].score, slices[i].token);
+        if (row.top_k || row.top_p) sample_listed(state, row, best);
+        best.of_block();
+        token = best.token;
+    } else if (blockIdx.x > 0) return;
+
+    float logprob = 0.0f;
+    if (sound) {
+        float raw_top = -INFINITY;
+        for (int i = threadIdx.x; i < gridDim.x; i += SAMPLE_THREADS)
+            raw_top = fmaxf(raw_top, slices[i].top);
+        raw_top = block_max(raw_top);
+        uint64_t weight = 0;
+        for (int i = threadIdx.x; i < gridDim.x; i += SAMPLE_THREADS) {
+            uint64_t scale = sample_weight(__dsub_rn(double(slices[i].top), double(raw_top)));
+            weight += uint64_t(__dmul_rn(
+                __dmul_rn(__ull2double_rn(slices[i].weight), __ull2double_rn(scale)),
+                1.0 / (1LL << WEIGHT_BITS)));
+        }
+        double all = __dmul_rn(__ull2double_rn(block_sum(weight)), 1.0 / (1LL << WEIGHT_BITS));
+        double gap = __dsub_rn(double(values.logits[token]), double(raw_top));
         logprob = float(__dsub_rn(gap, sample_log(all)));
     }
     if (threadIdx.x == 0) {
-        tokens[blockIdx.x] = token;
-        logprobs[blockIdx.x] = logprob;
-        last_tokens[slots[logit_rows[blockIdx.x]]] = max(token, 0);
-        if (adjustment != nullptr && token >= 0) adjustment[token].count++;
+        tokens[blockIdx.y] = token;
+        logprobs[blockIdx.y] = logprob;
+        last_tokens[slots[logit_rows[blockIdx.y]]] = max(token, 0);
+        if (row.adjustment >= 0 && token >= 0)
+            adjustments[size_t(row.adjustment) * n_vocab + token].count++;
+        state.top = state.lowest = state.listed = 0;
     }
 }
 

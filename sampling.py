@@ -158,6 +158,7 @@ LN2_HIGH = 6.93147180369123816490e-01       # ln 2 to 33 bits: its product with 
 LN2_LOW = 1.90821492927058770002e-10        # ln 2 - LN2_HIGH
 SQRT_HALF = 0.7071067811865476
 WEIGHT_BITS = 40
+SLICE = 2048            # token ids whose logits share a maximum in the logprob's sum
 
 
 def weight(x):
@@ -170,6 +171,18 @@ def weight(x):
         p = p * r + 1 / math.factorial(n)
     power = (k.astype(np.int64) + (1023 + WEIGHT_BITS) << 52).view(np.float64)
     return (p * power).astype(np.int64)
+
+
+def rough_weight(x):
+    """The same in float32, within 4e-7 of the weight, and 0 where x is NaN; x float32."""
+    f = np.float32
+    x = np.where(x >= -REACH, x, f(-REACH))
+    k = np.rint(x * f(LOG2_E))
+    r = (x - k * f(0.693145751953125)) - k * f(1.42860677e-6)
+    p = np.full_like(r, 1 / math.factorial(7))
+    for n in range(6, -1, -1):
+        p = p * r + f(1 / math.factorial(n))
+    return (p * (k.astype(np.int32) + (127 + WEIGHT_BITS) << 23).view(f)).astype(np.int64)
 
 
 def log(v):
@@ -292,6 +305,11 @@ def prefix(keys, x, top_k, top_p):
 
 def logprob(logits, token):
     """log softmax(logits)[token] as float32; logits float32 [n_vocab]."""
-    top = np.float64(logits.max())
-    total = weight(logits.astype(np.float64) - top).sum()
-    return np.float32((logits[token] - top) - log(np.float64(total) * 2.0**-WEIGHT_BITS))
+    slices = np.full((-(-len(logits) // SLICE), SLICE), -np.inf, np.float32)
+    slices.reshape(-1)[:len(logits)] = logits
+    tops = slices.max(axis=1)
+    top = np.float64(tops.max())
+    with np.errstate(invalid="ignore"):                 # -inf less -inf
+        sums = rough_weight(slices - tops[:, None]).sum(axis=1)
+    total = (sums * weight(tops - top).astype(np.float64) * 2.0**-WEIGHT_BITS).astype(np.int64)
+    return np.float32((logits[token] - top) - log(np.float64(total.sum()) * 2.0**-WEIGHT_BITS))

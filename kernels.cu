@@ -1874,7 +1874,6 @@ constexpr int SLICE = 4 * SAMPLE_THREADS;   // tokens of a block, four consecuti
 constexpr double REACH = 28.0;
 constexpr int WEIGHT_BITS = 40;
 constexpr double LN2_HIGH = 6.93147180369123816490e-01, LN2_LOW = 1.90821492927058770002e-10;
-DEVICE constexpr double factorial(int n) { return n == 0 ? 1.0 : n * factorial(n - 1); }
 
 struct SampleRow {                          // sampling.ROW
     uint64_t seed;
@@ -1900,8 +1899,10 @@ DEVICE uint64_t sample_weight(double x) {
     if (x < -REACH) return 0;
     double k = rint(__dmul_rn(x, 1.4426950408889634));
     double r = __dsub_rn(__dsub_rn(x, __dmul_rn(k, LN2_HIGH)), __dmul_rn(k, LN2_LOW));
-    double p = 1.0 / factorial(13);
-    for (int n = 12; n >= 0; n--) p = mul_add(p, r, 1.0 / factorial(n));  // Taylor terms
+    constexpr double FACTORIALS[] = {1,    1,     2,      6,       24,       120,       720,
+                                     5040, 40320, 362880, 3628800, 39916800, 479001600, 6227020800};
+    double p = 1.0 / FACTORIALS[13];
+    for (int n = 12; n >= 0; n--) p = mul_add(p, r, 1.0 / FACTORIALS[n]);  // Taylor terms
     double power = __longlong_as_double((long long)(int(k) + 1023 + WEIGHT_BITS) << 52);
     return uint64_t(__dmul_rn(p, power));
 }
@@ -1912,8 +1913,9 @@ DEVICE uint64_t rough_weight(float x) {
     float k = rintf(__fmul_rn(x, 1.44269504f));
     float r = __fsub_rn(__fsub_rn(x, __fmul_rn(k, 0.693145751953125f)),
                         __fmul_rn(k, 1.42860677e-6f));
-    float p = float(1.0 / factorial(7));
-    for (int n = 6; n >= 0; n--) p = __fadd_rn(__fmul_rn(p, r), float(1.0 / factorial(n)));
+    constexpr double FACTORIALS[] = {1, 1, 2, 6, 24, 120, 720, 5040};
+    float p = float(1.0 / FACTORIALS[7]);
+    for (int n = 6; n >= 0; n--) p = __fadd_rn(__fmul_rn(p, r), float(1.0 / FACTORIALS[n]));
     return uint64_t(__fmul_rn(p, __int_as_float(int(k) + 127 + WEIGHT_BITS << 23)));
 }
 

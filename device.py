@@ -178,7 +178,7 @@ WIDEST_HEAD = 128  # for which there are wide tiles
 SEGMENT = 256  # positions under one running softmax
 PARTS_LIMIT = 1 << 28  # bytes of scratch for segments that wait to be merged
 ROW_THREADS = 1024  # of the kernels that hold a row in a block
-SAMPLE_THREADS, SAMPLE_STATE_BYTES = 512, 39032  # as in kernels.cu
+SAMPLE_THREADS, SAMPLE_STATE_BYTES, SAMPLE_SLICE_BYTES = 512, 39016, 24  # as in kernels.cu
 DELTA_DIM = 128  # values of a head in the gated delta net
 
 # How kernels.cu holds weights of a format (see `Packed` there), in the order of enum WeightFormat:
@@ -1009,13 +1009,12 @@ class Device:
         n_slices = -(-n_vocab // SLICE)
         tokens = self.buffer("sample_tokens", (rows,), np.int32)
         logprobs = self.buffer("sample_logprobs", (rows,), np.float32)
-        state = self.buffer("sample_state", (rows, SAMPLE_STATE_BYTES), np.uint8)
-        slices = self.buffer("sample_slices", (rows, n_slices, 24), np.uint8)
-        row = logits, draws, self.adjustments, state
-        for name, args in (("sample_slices", (slices,)), ("sample_cut", ()),
-                           ("sample", (slices, tokens, logprobs, self.last_tokens(batch),
-                                       batch.slots, batch.logit_rows))):
-            self.launch(name, (n_slices, rows), SAMPLE_THREADS, (*row, *args, n_vocab))
+        args = (logits, draws, self.adjustments,
+                self.buffer("sample_state", (rows, SAMPLE_STATE_BYTES), np.uint8),
+                self.buffer("sample_slices", (rows, n_slices, SAMPLE_SLICE_BYTES), np.uint8),
+                tokens, logprobs, self.last_tokens(batch), batch.slots, batch.logit_rows, n_vocab)
+        for kernel in "sample_slices", "sample_cut", "sample":
+            self.launch(kernel, (n_slices, rows), SAMPLE_THREADS, args)
         return tokens, logprobs
 
     def last_tokens(self, batch):

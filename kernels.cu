@@ -1955,16 +1955,6 @@ DEVICE double gumbel(uint32_t word) {
     return -sample_log(-sample_log(u));
 }
 
-// The same in float32, within 5e-6: -log(u) keeps a relative error below 4e-7 if words near 2^32 go
-// through log1p of the distance to 1; the outer log makes that an absolute error and, being at most
-// 23, adds 2e-6 of its own.
-DEVICE float rough_gumbel(uint32_t word) {
-    constexpr float unit = 1.0f / 4294967296.0f;
-    float y = word < 0x80000000u ? logf((float(word) + 0.5f) * unit)
-                                 : log1pf(-(float(~word) + 0.5f) * unit);
-    return -logf(-y);
-}
-
 // uint32 in the order of the floats; -0 and 0 are equal, NaN is above all.
 DEVICE uint32_t float_rank(float x) {
     if (x != x) return 0xffffffffu;
@@ -2021,152 +2011,21 @@ DEVICE uint64_t block_sum_before(uint64_t x) {
     return up_to - x;
 }
 
-// True in the block that is the last of its row to call this: it sees what the others wrote.
-// The counter is zero again afterwards.
-DEVICE bool last_of_row(unsigned* arrived) {
-    __shared__ bool last;
-    __threadfence();
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        last = atomicAdd(arrived, 1u) == gridDim.x - 1;
-        if (last) *arrived = 0;
-    }
-    __syncthreads();
-    __threadfence();
-    return last;
-}
-
-// A filter keeps all keys from `high` on and none below `low`. Sums of the tokens from `high` on
-// and of those between the two, where the filter ends.
-struct SampleCut {
-    uint64_t low, high, count_before, weight_before, count, weight;
-};
-
-// What the blocks of a row tell each other. Zero between two calls, but for the cuts and the list.
-constexpr int BINS = SAMPLE_THREADS, LISTED = 4096;
-struct SampleState {
-    unsigned long long top;                 // the largest key
-    unsigned lowest;                        // ~ rank of the lowest finite logit
-    unsigned arrived, listed;               // blocks, keys in `list`
-    SampleCut top_k, top_p;
-    unsigned long long weights[BINS];
-    unsigned counts[BINS];
-    uint64_t list[LISTED];                  // the keys between low and high of the two cuts
-};
-static_assert(sizeof(SampleState) == 39032, "device.SAMPLE_STATE_BYTES");
-
-struct SampleSlice {
-    uint64_t weight;                        // of the raw logits, sum of exp(logit - top) * 2^40
-    double score;                           // of the best token of those that are surely kept
-    float top;
-    int token;
-};
-
-// The logits of one row as the sampler sees them.
-struct SampleValues {
-    const float* logits;
-    const Adjustment* adjustments;          // of this row, or null
-    float repetition, presence, frequency;
-    int n_vocab;
-
-    DEVICE SampleValues(const float* logits, const SampleRow& row, const Adjustment* adjustments,
-                        int n_vocab)
-        : logits(logits + size_t(blockIdx.y) * n_vocab),
-          adjustments(row.adjustment < 0 ? nullptr : adjustments + size_t(row.adjustment) * n_vocab),
-          repetition(row.repetition), presence(row.presence), frequency(row.frequency),
-          n_vocab(n_vocab) {}
-
-    // This thread's first token of a slice.
-    static DEVICE int first_of(int slice) { return SLICE * slice + 4 * threadIdx.x; }
-
-    // Four logits as they are in memory, -inf behind the last.
-    DEVICE void raw(int id, float (&l)[4]) const {
-        if (n_vocab % 4 == 0 && id < n_vocab) {
-            float4 four = *reinterpret_cast<const float4*>(logits + id);
-            l[0] = four.x, l[1] = four.y, l[2] = four.z, l[3] = four.w;
-        } else {
-            for (int j = 0; j < 4; j++) l[j] = id + j < n_vocab ? logits[id + j] : -INFINITY;
-        }
-    }
-
-    // Penalties and bias.
-    DEVICE void adjust(int id, float (&l)[4]) const {
-        for (int j = 0; j < 4 && adjustments != nullptr && id + j < n_vocab; j++) {
-            Adjustment a = adjustments[id + j];
-            if (a.count) l[j] = l[j] > 0.0f ? __fdiv_rn(l[j], repetition) : __fmul_rn(l[j], repetition);
-            uint32_t said = a.count & 0x7fffffffu;
-            if (said)
-                l[j] = __fsub_rn(__fsub_rn(l[j], presence),
-                                 __fmul_rn(frequency, __uint2float_rn(said)));
-            l[j] = __fadd_rn(l[j], a.bias);
-        }
-    }
-
-    DEVICE void read(int id, float (&l)[4]) const {
-        raw(id, l);
-        adjust(id, l);
-    }
-};
-
-DEVICE double scaled_gap(float l, float top, const SampleRow& row) {
-    return __dmul_rn(__dsub_rn(double(l), double(top)), row.inverse_temperature);
-}
-
-// First of three launches: the largest key of the row; of each slice, the raw logits' largest and
-// their weights relative to it.
-// PRECOND of all three: grid (slices, rows), block SAMPLE_THREADS, n_vocab <= 2^20, no two active
-// rows share a slot.
-KERNEL __launch_bounds__(SAMPLE_THREADS)
-sample_slices(const float* logits, const SampleRow* draws, const Adjustment* adjustments,
-              SampleState* states, SampleSlice* slices, int n_vocab) {
-    follow_predecessor();
-    const SampleRow& row = draws[blockIdx.y];
-    if (!row.active) return;
-    SampleValues values(logits, row, adjustments, n_vocab);
-    SampleState& state = states[blockIdx.y];
-    float raw[4], l[4];
-    const int id = values.first_of(blockIdx.x);
-    values.raw(id, raw);
-    for (int j = 0; j < 4; j++) l[j] = raw[j];
-    values.adjust(id, l);
-    uint64_t top = 0;
-    for (int j = 0; j < 4; j++) top = max(top, sample_key(l[j], id + j));
-    top = block_max(top);
-    float raw_top = logit_of_key(top);
-    if (values.adjustments != nullptr)
-        raw_top = block_max(fmaxf(fmaxf(raw[0], raw[1]), fmaxf(raw[2], raw[3])));
-    uint64_t weight = 0;
-    for (int j = 0; j < 4; j++) weight += rough_weight(__fsub_rn(raw[j], raw_top));
-    weight = block_sum(weight);
-    unsigned lowest = 0;
-    if (row.top_k || row.top_p) {
-        for (int j = 0; j < 4; j++)
-            if (isfinite(l[j])) lowest = max(lowest, ~float_rank(l[j]));
-        lowest = block_max(lowest);
-    }
-    if (threadIdx.x == 0) {
-        SampleSlice& slice = slices[blockIdx.y * gridDim.x + blockIdx.x];
-        slice.weight = weight;
-        slice.top = raw_top;
-        atomicMax(&state.top, (unsigned long long)top);
-        if (lowest) atomicMax(&state.lowest, lowest);
-    }
-}
-
-// The bin of a key, by logit or, with a shift, by the key itself. The largest key is in bin 0.
+// Classes of keys, the largest first: -1, bins 0 to BINS - 1, and BINS for what lies behind them.
+constexpr int BINS = SAMPLE_THREADS;
 struct SampleBins {
+    uint64_t low, high;                     // of the keys in bins
     float top, scale;
-    uint64_t low, high;
-    int shift;                              // -1: by logit
+    int shift;                              // bins of 2^shift keys; -1: by distance from `top`
 
     DEVICE int operator()(uint64_t key) const {
-        if (key < low || key >= high) return BINS;
+        if (key < low || key >= high) return key < low ? BINS : -1;
         if (shift >= 0) return int(high - 1 - key >> shift);
         float depth = (top - logit_of_key(key)) * scale;
         return depth < BINS ? int(depth) : BINS;    // NaN: BINS
     }
 
-    // The lowest key in a bin up to `bin`, `high` if there is none.
+    // The lowest key in a bin up to `bin`.
     DEVICE uint64_t lowest_key(int bin) const {
         uint64_t lowest = low, highest = high;
         while (lowest < highest) {
@@ -2178,9 +2037,156 @@ struct SampleBins {
     }
 };
 
+// A filter ends in bin `bin`; sums of the tokens before this bin and in it.
+struct SampleCut {
+    SampleBins bins;
+    int bin;
+    uint64_t count_before, weight_before, count, weight;
+};
+
+// What the blocks of a row tell each other; zero after each call, but for the cut and the list.
+constexpr int LISTED = 4096;
+struct SampleState {
+    unsigned long long top;                 // the largest key
+    unsigned lowest;                        // ~ rank of the lowest finite logit
+    unsigned arrived, listed;               // blocks, keys in `list`
+    int first;                              // the list holds the bins from here to the cut's
+    uint64_t kept;                          // weight of what top_k keeps, 0 if the list says it
+    SampleCut cut;
+    unsigned long long weights[BINS];
+    unsigned counts[BINS];
+    uint64_t list[LISTED];
+};
+static_assert(sizeof(SampleState) == 39016, "device.SAMPLE_STATE_BYTES");
+
+struct SampleSlice {
+    uint64_t weight;                        // of the raw logits, relative to their largest, `top`
+    double score;                           // of the best token of those before the list
+    float top;
+    int token;
+};
+
+// The parameters of the three kernels, and the row of a block as the sampler sees it.
+struct Sampler {
+    const float* logits;                    // [rows, n_vocab]
+    const SampleRow* draws;                 // [rows]
+    Adjustment* adjustments;                // [slots, n_vocab]
+    SampleState* states;                    // [rows]
+    SampleSlice* slices;                    // [rows, slices]
+    int* tokens;                            // [rows]
+    float* logprobs;                        // [rows]
+    int* last_tokens;                       // [slots]
+    const int *slots, *logit_rows;
+    Int n_vocab;
+
+    DEVICE const SampleRow& row() const { return draws[blockIdx.y]; }
+    DEVICE SampleState& state() const { return states[blockIdx.y]; }
+    DEVICE SampleSlice& slice(int i) const { return slices[blockIdx.y * gridDim.x + i]; }
+    DEVICE const float* row_logits() const { return logits + size_t(blockIdx.y) * n_vocab; }
+    DEVICE Adjustment* row_adjustments() const {
+        return row().adjustment < 0 ? nullptr : adjustments + size_t(row().adjustment) * n_vocab;
+    }
+    DEVICE bool filters() const { return row().top_k || row().top_p; }
+
+    // Four logits as they are in memory; behind the last one -inf.
+    DEVICE void raw(int id, float (&l)[4]) const {
+        const float* from = row_logits() + id;
+        if (n_vocab % 4 == 0 && id < n_vocab) {
+            float4 four = *reinterpret_cast<const float4*>(from);
+            l[0] = four.x, l[1] = four.y, l[2] = four.z, l[3] = four.w;
+        } else {
+            for (int j = 0; j < 4; j++) l[j] = id + j < n_vocab ? from[j] : -INFINITY;
+        }
+    }
+
+    // The same with penalties and bias.
+    DEVICE void read(int id, float (&l)[4]) const {
+        raw(id, l);
+        const Adjustment* from = row_adjustments();
+        for (int j = 0; j < 4 && from != nullptr && id + j < n_vocab; j++) {
+            Adjustment a = from[id + j];
+            float repetition = row().repetition;
+            if (a.count)
+                l[j] = l[j] > 0.0f ? __fdiv_rn(l[j], repetition) : __fmul_rn(l[j], repetition);
+            uint32_t said = a.count & 0x7fffffffu;
+            if (said)
+                l[j] = __fsub_rn(__fsub_rn(l[j], row().presence),
+                                 __fmul_rn(row().frequency, __uint2float_rn(said)));
+            l[j] = __fadd_rn(l[j], a.bias);
+        }
+    }
+
+    // x of a logit; top is the largest one.
+    DEVICE double scaled_gap(float l, float top) const {
+        return __dmul_rn(__dsub_rn(double(l), double(top)), row().inverse_temperature);
+    }
+
+    // The Philox words of token id and of the three that share its call.
+    DEVICE void words(int id, uint32_t (&word)[4]) const {
+        uint4 w = philox(row().seed, make_uint4(row().position, row().choice, uint32_t(id) / 4, 0));
+        word[0] = w.x, word[1] = w.y, word[2] = w.z, word[3] = w.w;
+    }
+
+    // x + noise, -inf if min_p drops the token.
+    DEVICE double score(float l, float top, uint32_t word) const {
+        if (__dsub_rn(double(l), double(top)) < row().min_gap) return -INFINITY;
+        return __dadd_rn(scaled_gap(l, top), gumbel(word));
+    }
+
+    // True in the block that is the last of its row to call this: it sees what the others wrote.
+    DEVICE bool last_of_row() const {
+        __shared__ bool last;
+        __threadfence();
+        __syncthreads();
+        if (threadIdx.x == 0) {
+            last = atomicAdd(&state().arrived, 1u) == gridDim.x - 1;
+            if (last) state().arrived = 0;
+        }
+        __syncthreads();
+        __threadfence();
+        return last;
+    }
+};
+
+// The first of a thread's four tokens in a slice.
+DEVICE int first_token(int slice) { return SLICE * slice + 4 * threadIdx.x; }
+
+// First of three launches: the largest key of the row; of each slice, the raw logits' largest and
+// their weights relative to it.
+// PRECOND of all three: grid (slices, rows), block SAMPLE_THREADS, n_vocab <= 2^20, no two active
+// rows share a slot.
+KERNEL __launch_bounds__(SAMPLE_THREADS, 4)
+sample_slices(const Sampler s) {
+    follow_predecessor();
+    if (!s.row().active) return;
+    const int id = first_token(blockIdx.x);
+    float raw[4], l[4];
+    s.raw(id, raw);
+    s.read(id, l);
+    uint64_t top = 0;
+    unsigned lowest = 0;
+    float raw_top = -INFINITY;
+    for (int j = 0; j < 4; j++) {
+        top = max(top, sample_key(l[j], id + j));
+        raw_top = fmaxf(raw_top, raw[j]);
+        if (isfinite(l[j])) lowest = max(lowest, ~float_rank(l[j]));
+    }
+    top = block_max(top);
+    raw_top = s.row().adjustment < 0 ? logit_of_key(top) : block_max(raw_top);
+    if (s.filters()) lowest = block_max(lowest);
+    uint64_t weight = 0;
+    for (int j = 0; j < 4; j++) weight += rough_weight(__fsub_rn(raw[j], raw_top));
+    weight = block_sum(weight);
+    if (threadIdx.x == 0) {
+        s.slice(blockIdx.x).weight = weight;
+        s.slice(blockIdx.x).top = raw_top;
+        atomicMax(&s.state().top, (unsigned long long)top);
+        if (s.filters()) atomicMax(&s.state().lowest, lowest);
+    }
+}
+
 // Adds the tokens of a slice to the sums of their bins.
-__device__ void sample_histogram(SampleState& state, const SampleValues& values,
-                                 const SampleRow& row, const SampleBins& bins, int slice) {
+__device__ void sample_histogram(const Sampler& s, const SampleBins& bins, int slice) {
     // A 64-bit sum, the weights in its lower 52 bits and the number of tokens in the upper 12, in
     // two words: shared memory has native atomics of 32 bits only.
     __shared__ uint32_t lower[BINS], upper[BINS];
@@ -2188,76 +2194,59 @@ __device__ void sample_histogram(SampleState& state, const SampleValues& values,
     lower[threadIdx.x] = upper[threadIdx.x] = 0;
     __syncthreads();
     float l[4];
-    const int id = values.first_of(slice);
-    values.read(id, l);
+    const int id = first_token(slice);
+    s.read(id, l);
     for (int j = 0; j < 4; j++) {
         int bin = bins(sample_key(l[j], id + j));
-        if (bin >= BINS) continue;
-        uint64_t amount = sample_weight(scaled_gap(l[j], bins.top, row)) | 1ull << 52;
+        if (bin < 0 || bin >= BINS) continue;
+        uint64_t amount = sample_weight(s.scaled_gap(l[j], bins.top)) | 1ull << 52;
         uint32_t low = uint32_t(amount), old = atomicAdd(&lower[bin], low);
         atomicAdd(&upper[bin], uint32_t(amount >> 32) + (old + low < old));     // with the carry
     }
     __syncthreads();
     uint64_t sum = uint64_t(upper[threadIdx.x]) << 32 | lower[threadIdx.x];
     if (sum == 0) return;
-    atomicAdd(&state.weights[threadIdx.x], (unsigned long long)(sum & (1ull << 52) - 1));
-    atomicAdd(&state.counts[threadIdx.x], unsigned(sum >> 52));
+    atomicAdd(&s.state().weights[threadIdx.x], (unsigned long long)(sum & (1ull << 52) - 1));
+    atomicAdd(&s.state().counts[threadIdx.x], unsigned(sum >> 52));
 }
 
-// The part of `cut` from the bin in which the count, or the weight, reaches `least` to the one in
-// which it reaches `most`; the last bin if it never does. A thread holds the sums of its bin.
-__device__ SampleCut sample_narrow(const SampleCut& cut, const SampleBins& bins, uint64_t count,
-                                   uint64_t weight, bool by_weight, uint64_t least, uint64_t most) {
-    __shared__ SampleCut next;
-    __shared__ int first, last;
-    const int bin = threadIdx.x;
-    uint64_t count_before = cut.count_before + block_sum_before(count);
-    uint64_t weight_before = cut.weight_before + block_sum_before(weight);
+// The bin in which the count, or the weight, reaches `limit`, or the last one. A thread holds the
+// sums of one bin; `before` are those of all keys above the bins.
+__device__ SampleCut sample_find(const SampleBins& bins, uint64_t count_before,
+                                 uint64_t weight_before, uint64_t count, uint64_t weight,
+                                 bool by_weight, uint64_t limit) {
+    __shared__ SampleCut found;
+    count_before += block_sum_before(count);
+    weight_before += block_sum_before(weight);
     uint64_t before = by_weight ? weight_before : count_before;
-    uint64_t up_to = before + (by_weight ? weight : count);
-    if (bin == 0) first = last = BINS - 1;
+    bool reached = limit <= before + (by_weight ? weight : count) || threadIdx.x == BINS - 1;
+    if (before < limit && reached)
+        found = {bins, int(threadIdx.x), count_before, weight_before, count, weight};
     __syncthreads();
-    if (before < least && least <= up_to) first = bin;
-    if (before < most && most <= up_to) last = bin;
-    __syncthreads();
-    if (bin == first) {
-        next.high = bins.lowest_key(bin - 1);
-        next.count_before = count_before;
-        next.weight_before = weight_before;
-    }
-    __syncthreads();
-    if (bin == last) {
-        next.low = bins.lowest_key(bin);
-        next.count = count_before + count - next.count_before;
-        next.weight = weight_before + weight - next.weight_before;
-    }
-    __syncthreads();
-    return next;
+    return found;
 }
 
-DEVICE uint64_t top_p_limit(uint32_t top_p, uint64_t all) {     // ceil(top_p * all / 2^32)
-    uint64_t p = top_p, low = p * uint32_t(all);
-    return p * (all >> 32) + (low >> 32) + (uint32_t(low) != 0);
+DEVICE uint64_t top_p_limit(uint32_t top_p, uint64_t kept) {    // ceil(top_p * kept / 2^32)
+    uint64_t p = top_p, low = p * uint32_t(kept);
+    return p * (kept >> 32) + (low >> 32) + (uint32_t(low) != 0);
 }
 
-// Second launch, for rows with top_k or top_p: where they end, up to as many tokens as the list
-// holds. One histogram of the row mostly says it; where many logits are equal, one block narrows
-// the interval further.
-KERNEL __launch_bounds__(SAMPLE_THREADS)
-sample_cut(const float* logits, const SampleRow* draws, const Adjustment* adjustments,
-           SampleState* states, int n_vocab) {
+// Second launch, for rows with top_k or top_p: a bin in which the filters end, with so few tokens
+// that a list can hold them. One histogram of the row tells, but for more equal logits than that
+// and for top_p after a top_k of thousands: there one block goes on with finer bins.
+KERNEL __launch_bounds__(SAMPLE_THREADS, 2)
+sample_cut(const Sampler s) {
     follow_predecessor();
-    const SampleRow& row = draws[blockIdx.y];
-    if (!row.active || row.inverse_temperature == 0.0 || (row.top_k == 0 && row.top_p == 0)) return;
-    SampleState& state = states[blockIdx.y];
+    const SampleRow& row = s.row();
+    if (!row.active || row.inverse_temperature == 0.0 || !s.filters()) return;
+    SampleState& state = s.state();
     const float top = logit_of_key(state.top);
     if (!isfinite(top)) return;
-    SampleValues values(logits, row, adjustments, n_vocab);
-    float range = fminf(float(REACH / row.inverse_temperature),
-                        top - float_of_rank(~state.lowest));
-    const SampleBins bins{top, float(BINS - 1) / fmaxf(range, 1e-30f), 0, state.top + 1, -1};
-    sample_histogram(state, values, row, bins, blockIdx.x);
-    if (!last_of_row(&state.arrived)) return;
+    const float range = fminf(float(REACH / row.inverse_temperature),
+                              top - float_of_rank(~state.lowest));
+    const SampleBins bins{0, state.top + 1, top, float(BINS - 1) / fmaxf(range, 1e-30f), -1};
+    sample_histogram(s, bins, blockIdx.x);
+    if (!s.last_of_row()) return;
 
     auto take = [&](uint64_t& count, uint64_t& weight) {
         count = atomicExch(&state.counts[threadIdx.x], 0u);
@@ -2265,33 +2254,38 @@ sample_cut(const float* logits, const SampleRow* draws, const Adjustment* adjust
     };
     uint64_t count, weight;
     take(count, weight);
-    const uint64_t all = block_sum(weight);
-    auto cut_of = [&](bool by_weight, uint64_t least, uint64_t most, unsigned room) {
-        SampleCut cut = sample_narrow({0, bins.high}, bins, count, weight, by_weight, least, most);
-        while (cut.count > room) {
-            SampleBins finer{top, 0.0f, cut.low, cut.high, 0};
-            while (cut.high - 1 - cut.low >> finer.shift >= BINS) finer.shift++;
-            for (int slice = 0; slice < gridDim.x; slice++)
-                sample_histogram(state, values, row, finer, slice);
+    auto find = [&](bool by_weight, uint64_t limit, auto enough) {
+        SampleCut cut = sample_find(bins, 0, 0, count, weight, by_weight, limit);
+        while (!enough(cut)) {
+            SampleBins finer{cut.bins.lowest_key(cut.bin), cut.bins.lowest_key(cut.bin - 1), top};
+            while (finer.high - 1 - finer.low >> finer.shift >= BINS) finer.shift++;
+            for (int slice = 0; slice < gridDim.x; slice++) sample_histogram(s, finer, slice);
             __syncthreads();
-            uint64_t fine_count, fine_weight;
-            take(fine_count, fine_weight);
-            cut = sample_narrow(cut, finer, fine_count, fine_weight, by_weight, least, most);
+            uint64_t finer_count, finer_weight;
+            take(finer_count, finer_weight);
+            cut = sample_find(finer, cut.count_before, cut.weight_before, finer_count,
+                              finer_weight, by_weight, limit);
         }
         return cut;
     };
-    SampleCut top_k{0, 0, ~0ull, all}, top_p;     // without top_k: behind the last token
-    uint64_t least = all, most = all;       // weights of what top_k keeps
+    uint64_t kept = block_sum(weight);
+    SampleCut cut;
+    int first = -1;                         // all from the largest on
     if (row.top_k) {
-        top_k = cut_of(false, row.top_k, row.top_k, LISTED / 4);
-        least = top_k.weight_before;
-        most = least + top_k.weight;
-        if (top_k.count_before + top_k.count <= row.top_k) least = most;
+        auto all_listed = [](const SampleCut& c) { return c.count_before + c.count <= LISTED; };
+        cut = find(false, row.top_k, [&](const SampleCut& c) {
+            return all_listed(c) || c.count_before + c.count <= row.top_k ||
+                   (row.top_p == 0 && c.count <= LISTED);
+        });
+        kept = all_listed(cut) ? 0 : cut.weight_before + cut.weight;
     }
-    // It has no more tokens than top_k's, by one a bin: they weigh as much or more.
-    top_p = row.top_p == 0 ? top_k : cut_of(true, max(top_p_limit(row.top_p, least), uint64_t(1)),
-                                            top_p_limit(row.top_p, most), LISTED / 2);
-    if (threadIdx.x == 0) state.top_k = top_k, state.top_p = top_p;
+    if (row.top_p && kept)
+        cut = find(true, top_p_limit(row.top_p, kept), [](const SampleCut& c) {
+            return c.count <= LISTED;
+        });
+    if (kept) first = cut.bin;
+    else cut.count_before = cut.weight_before = 0;
+    if (threadIdx.x == 0) state.cut = cut, state.first = first, state.kept = kept;
 }
 
 // The best token under the scores of all threads; of equals the one with the lowest id.
@@ -2309,67 +2303,41 @@ struct SampleBest {
     }
 };
 
-// The best of the slice's tokens that the filters surely keep. Those between the ends of a cut go
-// to the list.
-__device__ SampleBest sample_best(SampleState& state, const SampleValues& values,
-                                  const SampleRow& row) {
-    const float top = logit_of_key(state.top);
-    const int id = values.first_of(blockIdx.x);
+// The best of a thread's tokens in the slice. Those in the bins of the list go there.
+__device__ SampleBest sample_best(const Sampler& s, float top, int top_id) {
+    SampleState& state = s.state();
+    const int id = first_token(blockIdx.x);
     float l[4];
-    values.read(id, l);
-    bool keeps[4], any = false;
+    uint32_t word[4];
+    s.words(top_id, word);
+    auto miss = [](uint32_t word) { return (float(~word) + 0.5f) * (1.0f / 4294967296.0f); };
+    // The largest logit scores its noise. Another token wins if -log(u) <= exp(x) * -log(u of the
+    // largest), and 1 - u is below its -log(u). In float32 both sides are good to 1e-4.
+    const float reach = -1.001f * log1pf(-miss(word[top_id % 4]));
+    const float inverse = float(s.row().inverse_temperature);
+    s.read(id, l);
+    s.words(id, word);
+    SampleBest best;
     for (int j = 0; j < 4; j++) {
-        keeps[j] = true;
-        if (row.top_k || row.top_p) {
+        if (s.filters()) {
             uint64_t key = sample_key(l[j], id + j);
-            if ((key >= state.top_k.low && key < state.top_k.high) ||
-                (key >= state.top_p.low && key < state.top_p.high))
+            int bin = state.cut.bins(key);
+            if (bin >= state.first && bin <= state.cut.bin)
                 state.list[atomicAdd(&state.listed, 1u)] = key;
-            keeps[j] = key >= max(state.top_k.high, state.top_p.high);
+            if (bin >= state.first) continue;
         }
-        any |= keeps[j];
+        if (miss(word[j]) <= __expf((l[j] - top) * inverse) * reach)
+            best.consider(s.score(l[j], top, word[j]), id + j);
     }
-    auto words_of = [&](int id) {
-        return philox(row.seed, make_uint4(row.position, row.choice, uint32_t(id) / 4, 0));
-    };
-    const int top_id = id_of_key(state.top);
-    const uint4 top_words = words_of(top_id);
-    const uint32_t top_word[4] = {top_words.x, top_words.y, top_words.z, top_words.w};
-    const float top_noise = rough_gumbel(top_word[top_id % 4]) - 1e-3f;
-    const float inverse = float(row.inverse_temperature);
-    float scores[4], best = top_noise;
-    uint32_t word[4] = {};
-    if (any) {
-        uint4 words = words_of(id);
-        word[0] = words.x, word[1] = words.y, word[2] = words.z, word[3] = words.w;
-    }
-    // The largest logit scores its noise. Others must beat it, and -log(1 - u) is never below
-    // the noise -log(-log(u)).
-    for (int j = 0; j < 4; j++) {
-        float x = (l[j] - top) * inverse;
-        scores[j] = -INFINITY;
-        if (!keeps[j] || (float(~word[j]) + 0.5f) * (1.0f / 4294967296.0f) > __expf(x - top_noise) ||
-            __dsub_rn(double(l[j]), double(top)) < row.min_gap) continue;
-        scores[j] = x + rough_gumbel(word[j]);
-        best = fmaxf(best, scores[j]);
-    }
-    // Scores in float32 are within 2e-5 of the truth (x is above -28.1 here), so what is 1e-3
-    // behind the best of them cannot win; the rest, mostly one token, is scored exactly.
-    best = block_max(best);
-    SampleBest exact;
-    for (int j = 0; j < 4; j++)
-        if (scores[j] >= best - 1e-3f)
-            exact.consider(__dadd_rn(scaled_gap(l[j], top, row), gumbel(word[j])), id + j);
-    exact.of_block();
-    return exact;
+    return best;
 }
 
-// Lets `best` consider the listed tokens that the filters keep.
-__device__ void sample_listed(SampleState& state, const SampleRow& row, SampleBest& best) {
+// Lets `best` consider the tokens of the list that the filters keep.
+__device__ void sample_listed(const Sampler& s, float top, SampleBest& best) {
     __shared__ uint64_t keys[LISTED];
-    const float top = logit_of_key(state.top);
-    const int n = state.listed;
-    int size = SAMPLE_THREADS;
+    const SampleState& state = s.state();
+    const SampleRow& row = s.row();
+    int n = state.listed, size = SAMPLE_THREADS;
     while (size < n) size *= 2;
     for (int i = threadIdx.x; i < size; i += SAMPLE_THREADS) keys[i] = i < n ? state.list[i] : 0;
     for (int run = 2; run <= size; run *= 2)        // bitonic sort, the largest key first
@@ -2383,103 +2351,74 @@ __device__ void sample_listed(SampleState& state, const SampleRow& row, SampleBe
         }
     __syncthreads();
 
-    // Between the two cuts lie tokens that top_k keeps and top_p does not.
-    const SampleCut top_k = state.top_k, top_p = state.top_p;
-    uint64_t count_before = min(top_k.count_before, top_p.count_before);
-    uint64_t weight_before = min(top_k.weight_before, top_p.weight_before);
-    uint64_t gap_count = 0, gap_weight = 0;
-    if (top_k.high < top_p.low) {
-        gap_count = top_k.count_before - top_p.count_before - top_p.count;
-        gap_weight = top_k.weight_before - top_p.weight_before - top_p.weight;
-    }
-    const int each = size / SAMPLE_THREADS, first = each * threadIdx.x;
-    auto weight_of = [&](int i) { return sample_weight(scaled_gap(logit_of_key(keys[i]), top, row)); };
-    auto in_top_k = [&](int i) {
-        uint64_t rank = count_before + i + (keys[i] < top_k.high ? gap_count : 0);
-        return i < n && (row.top_k == 0 || rank < row.top_k);
-    };
-    uint64_t mine = 0, kept = 0;
-    for (int i = first; i < first + each && i < n; i++) {
-        uint64_t weight = weight_of(i);
-        mine += weight;
-        if (in_top_k(i)) kept += weight;
-    }
-    uint64_t limit = top_p_limit(row.top_p, weight_before + gap_weight + block_sum(kept));
-    uint64_t before = weight_before + block_sum_before(mine);
-    for (int i = first; i < first + each && in_top_k(i); i++) {
-        float l = logit_of_key(keys[i]);
+    if (row.top_k) n = min(uint64_t(n), row.top_k - state.cut.count_before);
+    const int each = size / SAMPLE_THREADS, first = each * threadIdx.x, end = min(n, first + each);
+    auto weight = [&](int i) { return sample_weight(s.scaled_gap(logit_of_key(keys[i]), top)); };
+    uint64_t mine = 0;
+    for (int i = first; i < end; i++) mine += weight(i);
+    uint64_t kept = state.kept ? state.kept : block_sum(mine);
+    uint64_t limit = row.top_p ? top_p_limit(row.top_p, kept) : ~0ull;
+    uint64_t before = state.cut.weight_before + block_sum_before(mine);
+    for (int i = first; i < end && before < limit; i++) {
         int id = id_of_key(keys[i]);
-        uint64_t behind = before + (keys[i] < top_k.high ? gap_weight : 0);
-        before += weight_of(i);
-        if ((row.top_p && behind >= limit) ||
-            __dsub_rn(double(l), double(top)) < row.min_gap) continue;
-        uint4 words = philox(row.seed, make_uint4(row.position, row.choice, uint32_t(id) / 4, 0));
-        uint32_t word[4] = {words.x, words.y, words.z, words.w};
-        best.consider(__dadd_rn(scaled_gap(l, top, row), gumbel(word[id % 4])), id);
+        uint32_t word[4];
+        s.words(id, word);
+        best.consider(s.score(logit_of_key(keys[i]), top, word[id % 4]), id);
+        before += weight(i);
     }
 }
 
 // tokens[row], logprobs[row] = sampling.sample(logits[row] (n_vocab), draws[row]); -1 for padding
 // and for a row with a NaN, a +inf or no finite logit. The token (0 for -1) also goes to
 // last_tokens[slot of the row], for the next step's embed; it is counted in the adjustments.
-// Last launch. Thread 0 of the first block of a greedy row, or of the last one to end, holds the
-// result. Bytes: 4 n_vocab, 12 with adjustments, in each launch that reads the row: the first for
-// all, this one if the temperature is above 0, the second with top_k or top_p.
-KERNEL __launch_bounds__(SAMPLE_THREADS)
-sample(const float* logits, const SampleRow* draws, Adjustment* adjustments, SampleState* states,
-       SampleSlice* slices, int* tokens, float* logprobs, int* last_tokens, const int* slots,
-       const int* logit_rows, int n_vocab) {
+// Last launch. Thread 0 of a block holds the result: of the first, or, if there is noise, of the
+// last to end. Bytes: 4 n_vocab, 12 with adjustments, in each launch that reads the row: in the
+// first, in the second with top_k or top_p, in this one if there is noise.
+KERNEL __launch_bounds__(SAMPLE_THREADS, 2)
+sample(const Sampler s) {
     follow_predecessor();
-    const SampleRow& row = draws[blockIdx.y];
-    if (!row.active) {
-        if (blockIdx.x == 0 && threadIdx.x == 0) tokens[blockIdx.y] = -1, logprobs[blockIdx.y] = 0.0f;
-        return;
-    }
-    SampleState& state = states[blockIdx.y];
-    slices += blockIdx.y * gridDim.x;
-    SampleValues values(logits, row, adjustments, n_vocab);
-    const uint64_t top = state.top;
-    const bool sound = isfinite(logit_of_key(top));
-    int token = sound ? id_of_key(top) : -1;
+    const SampleRow& row = s.row();
+    const uint64_t top_key = s.state().top;
+    const float top = logit_of_key(top_key);
+    const bool sound = row.active && isfinite(top);
+    SampleBest best{0.0, sound ? id_of_key(top_key) : -1};
     if (sound && row.inverse_temperature > 0.0) {
-        SampleBest best = sample_best(state, values, row);
-        if (threadIdx.x == 0) {
-            slices[blockIdx.x].score = best.score;
-            slices[blockIdx.x].token = best.token;
-        }
-        if (!last_of_row(&state.arrived)) return;
-        for (int i = threadIdx.x; i < gridDim.x; i += SAMPLE_THREADS)
-            best.consider(slices[i].score, slices[i].token);
-        if (row.top_k || row.top_p) sample_listed(state, row, best);
+        best = sample_best(s, top, id_of_key(top_key));
         best.of_block();
-        token = best.token;
+        if (threadIdx.x == 0) {
+            s.slice(blockIdx.x).score = best.score;
+            s.slice(blockIdx.x).token = best.token;
+        }
+        if (!s.last_of_row()) return;
+        for (int i = threadIdx.x; i < gridDim.x; i += SAMPLE_THREADS)
+            best.consider(s.slice(i).score, s.slice(i).token);
+        if (s.filters()) sample_listed(s, top, best);
+        best.of_block();
     } else if (blockIdx.x > 0) return;
 
     float logprob = 0.0f;
     if (sound) {
         float raw_top = -INFINITY;
         for (int i = threadIdx.x; i < gridDim.x; i += SAMPLE_THREADS)
-            raw_top = fmaxf(raw_top, slices[i].top);
+            raw_top = fmaxf(raw_top, s.slice(i).top);
         raw_top = block_max(raw_top);
         uint64_t weight = 0;
         for (int i = threadIdx.x; i < gridDim.x; i += SAMPLE_THREADS) {
-            uint64_t scale = sample_weight(__dsub_rn(double(slices[i].top), double(raw_top)));
-            weight += uint64_t(__dmul_rn(
-                __dmul_rn(__ull2double_rn(slices[i].weight), __ull2double_rn(scale)),
-                1.0 / (1LL << WEIGHT_BITS)));
+            uint64_t scale = sample_weight(__dsub_rn(double(s.slice(i).top), double(raw_top)));
+            double product = __dmul_rn(double(s.slice(i).weight), double(scale));
+            weight += uint64_t(__dmul_rn(product, 1.0 / (1LL << WEIGHT_BITS)));
         }
-        double all = __dmul_rn(__ull2double_rn(block_sum(weight)), 1.0 / (1LL << WEIGHT_BITS));
-        double gap = __dsub_rn(double(values.logits[token]), double(raw_top));
+        double all = __dmul_rn(double(block_sum(weight)), 1.0 / (1LL << WEIGHT_BITS));
+        double gap = __dsub_rn(double(s.row_logits()[best.token]), double(raw_top));
         logprob = float(__dsub_rn(gap, sample_log(all)));
     }
-    if (threadIdx.x == 0) {
-        tokens[blockIdx.y] = token;
-        logprobs[blockIdx.y] = logprob;
-        last_tokens[slots[logit_rows[blockIdx.y]]] = max(token, 0);
-        if (row.adjustment >= 0 && token >= 0)
-            adjustments[size_t(row.adjustment) * n_vocab + token].count++;
-        state.top = state.lowest = state.listed = 0;
-    }
+    if (threadIdx.x > 0) return;
+    s.tokens[blockIdx.y] = best.token;
+    s.logprobs[blockIdx.y] = logprob;
+    if (!row.active) return;
+    s.last_tokens[s.slots[s.logit_rows[blockIdx.y]]] = max(best.token, 0);
+    if (sound && row.adjustment >= 0) s.row_adjustments()[best.token].count++;
+    s.state().top = s.state().lowest = s.state().listed = 0;
 }
 
 // ---------------------------------------------------------------------------------------------

@@ -22,8 +22,10 @@ u is between 2^-33 and 1 - 2^-33, so G is between -3.14 and 22.88. The best toke
 -3.14: one with x < -26.02 never wins, and only x < -27.7 has weight 0. So both sides skip what lies
 below -REACH = -28.
 
-The logprob is that of the model's own distribution: raw logits, temperature 1, the same integer
-weights. A row with a NaN, a +inf or no finite logit gives token -1, and its request must fail.
+The logprob is that of the model's own distribution: raw logits, temperature 1. Slices of SLICE ids
+have one sum each, of integer weights from float32 exponentials relative to the slice's largest
+logit. Scaled to the largest of all and rounded down to integers, these add up to the total: it has
+no order of summation either, and is good to 1e-6. A row with a NaN, a +inf or no finite logit gives token -1, and its request must fail.
 exp and log are the polynomials below, because libraries differ in the last bit; NumPy never fuses
 a * b + c, nor does the kernel.
 """
@@ -158,7 +160,7 @@ LN2_HIGH = 6.93147180369123816490e-01       # ln 2 to 33 bits: its product with 
 LN2_LOW = 1.90821492927058770002e-10        # ln 2 - LN2_HIGH
 SQRT_HALF = 0.7071067811865476
 WEIGHT_BITS = 40
-SLICE = 2048            # token ids whose logits share a maximum in the logprob's sum
+SLICE = 2048            # token ids that a block of the kernel takes, see `logprob`
 
 
 def weight(x):
@@ -174,7 +176,7 @@ def weight(x):
 
 
 def rough_weight(x):
-    """The same in float32, within 4e-7 of the weight, and 0 where x is NaN; x float32."""
+    """The same by float32 arithmetic, within 4e-7 of the result; 0 where x, float32, is NaN."""
     f = np.float32
     x = np.where(x >= -REACH, x, f(-REACH))
     k = np.rint(x * f(LOG2_E))

@@ -42,6 +42,14 @@ def test_weight_is_the_exponential_rounded_down():
         2**40, 1, 0, 0, 0, 0]
 
 
+def test_rough_weight_is_close():
+    x = -np.random.default_rng(6).random(20000).astype(np.float32) * 27
+    got, want = sampling.rough_weight(x), np.exp(x.astype(np.float64)) * 2**40
+    assert got.dtype == np.int64 and (np.abs(got - want) <= 1 + 4e-7 * want).all()
+    assert sampling.rough_weight(np.float32([0, -0.0, -28.5, -np.inf, np.nan])).tolist() == [
+        2**40, 2**40, 0, 0, 0]
+
+
 def philox_by_the_letter(key, counter):
     """Philox4x32-10 in Python integers; counter of four words."""
     k, c = [key & 0xFFFFFFFF, key >> 32], list(counter)

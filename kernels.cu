@@ -1866,7 +1866,7 @@ KERNEL sigmoid_gate(uint4* x, const float* qkv, int cols, int stride, int qkv_co
 
 // ---------------------------------------------------------------------------------------------
 // Sampling: sampling.py is the definition, its docstring the explanation. Every number below is
-// either exact (integers, keys) or one rounded float64 operation after another, as written there.
+// either exact (integers, keys) or one rounded operation after another, as written there.
 // ---------------------------------------------------------------------------------------------
 
 constexpr int SAMPLE_THREADS = 512, SAMPLE_WARPS = SAMPLE_THREADS / 32;
@@ -1907,7 +1907,8 @@ DEVICE uint64_t sample_weight(double x) {
     return uint64_t(__dmul_rn(p, power));
 }
 
-// The same in float32, within 4e-7 of the weight: float64 takes ten times as long on most cards.
+// The same by float32 arithmetic, within 4e-7 of the result. A GeForce card has 64 times as much of
+// it as of float64.
 DEVICE uint64_t rough_weight(float x) {
     if (!(x >= float(-REACH))) return 0;    // NaN too: -inf less -inf
     float k = rintf(__fmul_rn(x, 1.44269504f));
@@ -2121,10 +2122,13 @@ struct Sampler {
         return __dmul_rn(__dsub_rn(double(l), double(top)), row().inverse_temperature);
     }
 
-    // The Philox words of token id and of the three that share its call.
-    DEVICE void words(int id, uint32_t (&word)[4]) const {
-        uint4 w = philox(row().seed, make_uint4(row().position, row().choice, uint32_t(id) / 4, 0));
-        word[0] = w.x, word[1] = w.y, word[2] = w.z, word[3] = w.w;
+    // The Philox words of token id and of the three that share its call; that of id alone.
+    DEVICE uint4 words(int id) const {
+        return philox(row().seed, make_uint4(row().position, row().choice, uint32_t(id) / 4, 0));
+    }
+    DEVICE uint32_t word(int id) const {
+        uint4 w = words(id);
+        return id & 2 ? (id & 1 ? w.w : w.z) : (id & 1 ? w.y : w.x);
     }
 
     // x + noise, -inf if min_p drops the token.
@@ -2199,7 +2203,8 @@ __device__ void sample_histogram(const Sampler& s, const SampleBins& bins, int s
     for (int j = 0; j < 4; j++) {
         int bin = bins(sample_key(l[j], id + j));
         if (bin < 0 || bin >= BINS) continue;
-        uint64_t amount = sample_weight(s.scaled_gap(l[j], bins.top)) | 1ull << 52;
+        uint64_t weight = s.row().top_p ? sample_weight(s.scaled_gap(l[j], bins.top)) : 1;
+        uint64_t amount = weight | 1ull << 52;
         uint32_t low = uint32_t(amount), old = atomicAdd(&lower[bin], low);
         atomicAdd(&upper[bin], uint32_t(amount >> 32) + (old + low < old));     // with the carry
     }
@@ -2307,16 +2312,15 @@ struct SampleBest {
 __device__ SampleBest sample_best(const Sampler& s, float top, int top_id) {
     SampleState& state = s.state();
     const int id = first_token(blockIdx.x);
-    float l[4];
-    uint32_t word[4];
-    s.words(top_id, word);
     auto miss = [](uint32_t word) { return (float(~word) + 0.5f) * (1.0f / 4294967296.0f); };
     // The largest logit scores its noise. Another token wins if -log(u) <= exp(x) * -log(u of the
     // largest), and 1 - u is below its -log(u). In float32 both sides are good to 1e-4.
-    const float reach = -1.001f * log1pf(-miss(word[top_id % 4]));
+    const float reach = -1.001f * log1pf(-miss(s.word(top_id)));
     const float inverse = float(s.row().inverse_temperature);
+    const uint4 w = s.words(id);
+    const uint32_t word[4] = {w.x, w.y, w.z, w.w};
+    float l[4];
     s.read(id, l);
-    s.words(id, word);
     SampleBest best;
     for (int j = 0; j < 4; j++) {
         if (s.filters()) {
@@ -2361,9 +2365,7 @@ __device__ void sample_listed(const Sampler& s, float top, SampleBest& best) {
     uint64_t before = state.cut.weight_before + block_sum_before(mine);
     for (int i = first; i < end && before < limit; i++) {
         int id = id_of_key(keys[i]);
-        uint32_t word[4];
-        s.words(id, word);
-        best.consider(s.score(logit_of_key(keys[i]), top, word[id % 4]), id);
+        best.consider(s.score(logit_of_key(keys[i]), top, s.word(id)), id);
         before += weight(i);
     }
 }

@@ -25,7 +25,9 @@ below -REACH = -28.
 The logprob is that of the model's own distribution: raw logits, temperature 1. Slices of SLICE ids
 have one sum each, of integer weights from float32 exponentials relative to the slice's largest
 logit. Scaled to the largest of all and rounded down to integers, these add up to the total: it has
-no order of summation either, and is good to 1e-6. A row with a NaN, a +inf or no finite logit gives token -1, and its request must fail.
+no order of summation either, and is good to 1e-6. A row with a NaN, a +inf or no finite logit gives
+token -1, and its request must fail.
+
 exp and log are the polynomials below, because libraries differ in the last bit; NumPy never fuses
 a * b + c, nor does the kernel.
 """

@@ -1013,8 +1013,12 @@ class Device:
                 self.buffer("sample_state", (rows, SAMPLE_STATE_BYTES), np.uint8),
                 self.buffer("sample_slices", (rows, n_slices, SAMPLE_SLICE_BYTES), np.uint8),
                 tokens, logprobs, self.last_tokens(batch), batch.slots, batch.logit_rows, n_vocab)
-        for kernel in "sample_slices", "sample_cut", "sample":
-            self.launch(kernel, (n_slices, rows), SAMPLE_THREADS, args)
+        self.launch("sample_slices", (-(-n_slices // 4), rows), 128, args)
+        # Many blocks to a row if there are few rows: no number changes what they find.
+        room = 4 * self.multiprocessors // max(rows, 1)
+        blocks = max(1, min(-(-n_vocab // (4 * SAMPLE_THREADS)), room))
+        for name in "sample_cut", "sample":
+            self.launch(name, (blocks, rows), SAMPLE_THREADS, args)
         return tokens, logprobs
 
     def last_tokens(self, batch):

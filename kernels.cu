@@ -1870,7 +1870,7 @@ KERNEL sigmoid_gate(uint4* x, const float* qkv, int cols, int stride, int qkv_co
 // ---------------------------------------------------------------------------------------------
 
 constexpr int SAMPLE_THREADS = 512, SAMPLE_WARPS = SAMPLE_THREADS / 32;
-constexpr int SLICE = 4 * SAMPLE_THREADS;   // tokens of a block, four consecutive ones a thread
+constexpr int SLICE = 512, SLICE_THREADS = 128;     // tokens of a warp of sample_slices; its blocks
 constexpr double REACH = 28.0;
 constexpr int WEIGHT_BITS = 40;
 constexpr double LN2_HIGH = 6.93147180369123816490e-01, LN2_LOW = 1.90821492927058770002e-10;
@@ -1974,26 +1974,28 @@ DEVICE uint64_t sample_key(float logit, int id) {
 DEVICE float logit_of_key(uint64_t key) { return float_of_rank(uint32_t(key >> 32)); }
 DEVICE int id_of_key(uint64_t key) { return int(~uint32_t(key)); }
 
-// Every thread of the block gets op over all threads' x; op is exact and commutative.
+struct Largest {
+    template <class T>
+    DEVICE T operator()(T a, T b) const { return a > b ? a : b; }
+};
+struct Sum {
+    DEVICE uint64_t operator()(uint64_t a, uint64_t b) const { return a + b; }
+};
+
+// Every thread gets op over the x of its warp, or of its block; op is exact and commutative.
+template <class T, class Op>
+DEVICE T warp_all(T x, Op op, int lanes = 32) {
+    for (int o = lanes / 2; o > 0; o >>= 1) x = op(x, __shfl_xor_sync(ALL_LANES, x, o));
+    return x;
+}
 template <class T, class Op>
 DEVICE T block_all(T x, Op op) {
     __shared__ T partial[SAMPLE_WARPS];
-    for (int o = 16; o > 0; o >>= 1) x = op(x, __shfl_xor_sync(ALL_LANES, x, o));
+    x = warp_all(x, op);
     __syncthreads();                        // an earlier result has been read by all
     if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = x;
     __syncthreads();
-    x = partial[threadIdx.x % SAMPLE_WARPS];
-    for (int o = SAMPLE_WARPS / 2; o > 0; o >>= 1) x = op(x, __shfl_xor_sync(ALL_LANES, x, o));
-    return x;
-}
-
-template <class T>
-DEVICE T block_max(T x) {
-    return block_all(x, [](T a, T b) { return a > b ? a : b; });
-}
-
-DEVICE uint64_t block_sum(uint64_t x) {
-    return block_all(x, [](uint64_t a, uint64_t b) { return a + b; });
+    return warp_all(partial[threadIdx.x % SAMPLE_WARPS], op, SAMPLE_WARPS);
 }
 
 // Sum of the x of the threads before this one.
@@ -2062,9 +2064,9 @@ static_assert(sizeof(SampleState) == 39016, "device.SAMPLE_STATE_BYTES");
 
 struct SampleSlice {
     uint64_t weight;                        // of the raw logits, relative to their largest, `top`
-    double score;                           // of the best token of those before the list
     float top;
-    int token;
+    int token;                              // the best that block `i` found, for slice i, and its
+    double score;                           // score
 };
 
 // The parameters of the three kernels, and the row of a block as the sampler sees it.
@@ -2073,7 +2075,7 @@ struct Sampler {
     const SampleRow* draws;                 // [rows]
     Adjustment* adjustments;                // [slots, n_vocab]
     SampleState* states;                    // [rows]
-    SampleSlice* slices;                    // [rows, slices]
+    SampleSlice* slices;                    // [rows, slices], at least as many as blocks
     int* tokens;                            // [rows]
     float* logprobs;                        // [rows]
     int* last_tokens;                       // [slots]
@@ -2082,7 +2084,8 @@ struct Sampler {
 
     DEVICE const SampleRow& row() const { return draws[blockIdx.y]; }
     DEVICE SampleState& state() const { return states[blockIdx.y]; }
-    DEVICE SampleSlice& slice(int i) const { return slices[blockIdx.y * gridDim.x + i]; }
+    DEVICE int n_slices() const { return (n_vocab + SLICE - 1) / SLICE; }
+    DEVICE SampleSlice& slice(int i) const { return slices[blockIdx.y * n_slices() + i]; }
     DEVICE const float* row_logits() const { return logits + size_t(blockIdx.y) * n_vocab; }
     DEVICE Adjustment* row_adjustments() const {
         return row().adjustment < 0 ? nullptr : adjustments + size_t(row().adjustment) * n_vocab;
@@ -2090,7 +2093,7 @@ struct Sampler {
     DEVICE bool filters() const { return row().top_k || row().top_p; }
 
     // Four logits as they are in memory; behind the last one -inf.
-    DEVICE void raw(int id, float (&l)[4]) const {
+    DEVICE void read_raw(int id, float (&l)[4]) const {
         const float* from = row_logits() + id;
         if (n_vocab % 4 == 0 && id < n_vocab) {
             float4 four = *reinterpret_cast<const float4*>(from);
@@ -2100,9 +2103,8 @@ struct Sampler {
         }
     }
 
-    // The same with penalties and bias.
-    DEVICE void read(int id, float (&l)[4]) const {
-        raw(id, l);
+    // Penalties and bias.
+    DEVICE void adjust(int id, float (&l)[4]) const {
         const Adjustment* from = row_adjustments();
         for (int j = 0; j < 4 && from != nullptr && id + j < n_vocab; j++) {
             Adjustment a = from[id + j];
@@ -2114,6 +2116,18 @@ struct Sampler {
                 l[j] = __fsub_rn(__fsub_rn(l[j], row().presence),
                                  __fmul_rn(row().frequency, __uint2float_rn(said)));
             l[j] = __fadd_rn(l[j], a.bias);
+        }
+    }
+
+    // Calls visit(id, logit[4]) for this thread's tokens, if the row is read by `blocks` blocks.
+    template <class Visit>
+    DEVICE void visit(int block, int blocks, Visit visit) const {
+        for (int id = 4 * (SAMPLE_THREADS * block + threadIdx.x); id < n_vocab;
+             id += 4 * SAMPLE_THREADS * blocks) {
+            float l[4];
+            read_raw(id, l);
+            adjust(id, l);
+            visit(id, l);
         }
     }
 
@@ -2152,67 +2166,63 @@ struct Sampler {
     }
 };
 
-// The first of a thread's four tokens in a slice.
-DEVICE int first_token(int slice) { return SLICE * slice + 4 * threadIdx.x; }
-
 // First of three launches: the largest key of the row; of each slice, the raw logits' largest and
 // their weights relative to it.
-// PRECOND of all three: grid (slices, rows), block SAMPLE_THREADS, n_vocab <= 2^20, no two active
-// rows share a slot.
-KERNEL __launch_bounds__(SAMPLE_THREADS, 4)
+// PRECOND: grid (slices / 4, rows), block SLICE_THREADS; of the others: grid (any, rows), block
+// SAMPLE_THREADS. n_vocab <= 2^20, no two active rows share a slot.
+KERNEL __launch_bounds__(SLICE_THREADS)
 sample_slices(const Sampler s) {
     follow_predecessor();
-    if (!s.row().active) return;
-    const int id = first_token(blockIdx.x);
-    float raw[4], l[4];
-    s.raw(id, raw);
-    s.read(id, l);
-    uint64_t top = 0;
+    const int slice = (SLICE_THREADS * blockIdx.x + threadIdx.x) / 32;
+    if (!s.row().active || slice >= s.n_slices()) return;
+    float raw[SLICE / 128][4], raw_top = -INFINITY;
+    uint64_t top = 0, weight = 0;
     unsigned lowest = 0;
-    float raw_top = -INFINITY;
-    for (int j = 0; j < 4; j++) {
-        top = max(top, sample_key(l[j], id + j));
-        raw_top = fmaxf(raw_top, raw[j]);
-        if (isfinite(l[j])) lowest = max(lowest, ~float_rank(l[j]));
+    for (int i = 0; i < SLICE / 128; i++) {
+        const int id = SLICE * slice + 128 * i + 4 * (threadIdx.x % 32);
+        float l[4];
+        s.read_raw(id, raw[i]);
+        for (int j = 0; j < 4; j++) raw_top = fmaxf(raw_top, l[j] = raw[i][j]);
+        s.adjust(id, l);
+        for (int j = 0; j < 4; j++) {
+            top = max(top, sample_key(l[j], id + j));
+            if (isfinite(l[j])) lowest = max(lowest, ~float_rank(l[j]));
+        }
     }
-    top = block_max(top);
-    raw_top = s.row().adjustment < 0 ? logit_of_key(top) : block_max(raw_top);
-    if (s.filters()) lowest = block_max(lowest);
-    uint64_t weight = 0;
-    for (int j = 0; j < 4; j++) weight += rough_weight(__fsub_rn(raw[j], raw_top));
-    weight = block_sum(weight);
-    if (threadIdx.x == 0) {
-        s.slice(blockIdx.x).weight = weight;
-        s.slice(blockIdx.x).top = raw_top;
-        atomicMax(&s.state().top, (unsigned long long)top);
-        if (s.filters()) atomicMax(&s.state().lowest, lowest);
-    }
+    raw_top = warp_all(raw_top, Largest());
+    for (int i = 0; i < SLICE / 128; i++)
+        for (int j = 0; j < 4; j++) weight += rough_weight(__fsub_rn(raw[i][j], raw_top));
+    weight = warp_all(weight, Sum());
+    top = warp_all(top, Largest());
+    lowest = warp_all(lowest, Largest());
+    if (threadIdx.x % 32 > 0) return;
+    s.slice(slice).weight = weight;
+    s.slice(slice).top = raw_top;
+    atomicMax(&s.state().top, (unsigned long long)top);
+    atomicMax(&s.state().lowest, lowest);
 }
 
-// Adds the tokens of a slice to the sums of their bins.
-__device__ void sample_histogram(const Sampler& s, const SampleBins& bins, int slice) {
-    // A 64-bit sum, the weights in its lower 52 bits and the number of tokens in the upper 12, in
-    // two words: shared memory has native atomics of 32 bits only.
-    __shared__ uint32_t lower[BINS], upper[BINS];
+// Adds the tokens that this block takes to the sums of their bins.
+__device__ void sample_histogram(const Sampler& s, const SampleBins& bins, int block, int blocks) {
+    // Shared memory has native atomics of 32 bits only: a weight is two words.
+    __shared__ uint32_t lower[BINS], upper[BINS], counts[BINS];
+    const int own = threadIdx.x;
+    lower[own] = upper[own] = counts[own] = 0;
     __syncthreads();
-    lower[threadIdx.x] = upper[threadIdx.x] = 0;
+    s.visit(block, blocks, [&](int id, const float (&l)[4]) {
+        for (int j = 0; j < 4; j++) {
+            int bin = bins(sample_key(l[j], id + j));
+            if (bin < 0 || bin >= BINS) continue;
+            uint64_t weight = s.row().top_p ? sample_weight(s.scaled_gap(l[j], bins.top)) : 1;
+            uint32_t low = uint32_t(weight), old = atomicAdd(&lower[bin], low);
+            atomicAdd(&upper[bin], uint32_t(weight >> 32) + (old + low < old));     // the carry
+            atomicAdd(&counts[bin], 1u);
+        }
+    });
     __syncthreads();
-    float l[4];
-    const int id = first_token(slice);
-    s.read(id, l);
-    for (int j = 0; j < 4; j++) {
-        int bin = bins(sample_key(l[j], id + j));
-        if (bin < 0 || bin >= BINS) continue;
-        uint64_t weight = s.row().top_p ? sample_weight(s.scaled_gap(l[j], bins.top)) : 1;
-        uint64_t amount = weight | 1ull << 52;
-        uint32_t low = uint32_t(amount), old = atomicAdd(&lower[bin], low);
-        atomicAdd(&upper[bin], uint32_t(amount >> 32) + (old + low < old));     // with the carry
-    }
-    __syncthreads();
-    uint64_t sum = uint64_t(upper[threadIdx.x]) << 32 | lower[threadIdx.x];
-    if (sum == 0) return;
-    atomicAdd(&s.state().weights[threadIdx.x], (unsigned long long)(sum & (1ull << 52) - 1));
-    atomicAdd(&s.state().counts[threadIdx.x], unsigned(sum >> 52));
+    if (counts[own] == 0) return;
+    atomicAdd(&s.state().counts[own], counts[own]);
+    atomicAdd(&s.state().weights[own], (unsigned long long)upper[own] << 32 | lower[own]);
 }
 
 // The bin in which the count, or the weight, reaches `limit`, or the last one. A thread holds the
@@ -2250,7 +2260,7 @@ sample_cut(const Sampler s) {
     const float range = fminf(float(REACH / row.inverse_temperature),
                               top - float_of_rank(~state.lowest));
     const SampleBins bins{0, state.top + 1, top, float(BINS - 1) / fmaxf(range, 1e-30f), -1};
-    sample_histogram(s, bins, blockIdx.x);
+    sample_histogram(s, bins, blockIdx.x, gridDim.x);
     if (!s.last_of_row()) return;
 
     auto take = [&](uint64_t& count, uint64_t& weight) {
@@ -2264,7 +2274,7 @@ sample_cut(const Sampler s) {
         while (!enough(cut)) {
             SampleBins finer{cut.bins.lowest_key(cut.bin), cut.bins.lowest_key(cut.bin - 1), top};
             while (finer.high - 1 - finer.low >> finer.shift >= BINS) finer.shift++;
-            for (int slice = 0; slice < gridDim.x; slice++) sample_histogram(s, finer, slice);
+            sample_histogram(s, finer, 0, 1);
             __syncthreads();
             uint64_t finer_count, finer_weight;
             take(finer_count, finer_weight);
@@ -2273,7 +2283,7 @@ sample_cut(const Sampler s) {
         }
         return cut;
     };
-    uint64_t kept = block_sum(weight);
+    uint64_t kept = block_all(weight, Sum());
     SampleCut cut;
     int first = -1;                         // all from the largest on
     if (row.top_k) {
@@ -2302,37 +2312,38 @@ struct SampleBest {
         if (other > score || (other == score && id < token)) score = other, token = id;
     }
     DEVICE void of_block() {
-        double best = block_max(score);
-        token = int(~block_max(score == best ? ~uint32_t(token) : 0u));
+        double best = block_all(score, Largest());
+        token = int(~block_all(score == best ? ~uint32_t(token) : 0u, Largest()));
         score = best;
     }
 };
 
-// The best of a thread's tokens in the slice. Those in the bins of the list go there.
+// The best of a thread's tokens before the list. Those in the bins of the list go there.
 __device__ SampleBest sample_best(const Sampler& s, float top, int top_id) {
     SampleState& state = s.state();
-    const int id = first_token(blockIdx.x);
     auto miss = [](uint32_t word) { return (float(~word) + 0.5f) * (1.0f / 4294967296.0f); };
     // The largest logit scores its noise. Another token wins if -log(u) <= exp(x) * -log(u of the
     // largest), and 1 - u is below its -log(u). In float32 both sides are good to 1e-4.
     const float reach = -1.001f * log1pf(-miss(s.word(top_id)));
     const float inverse = float(s.row().inverse_temperature);
-    const uint4 w = s.words(id);
-    const uint32_t word[4] = {w.x, w.y, w.z, w.w};
-    float l[4];
-    s.read(id, l);
+    const bool filters = s.filters();
+    const SampleBins bins = state.cut.bins;
+    const int first = state.first, last = state.cut.bin;
     SampleBest best;
-    for (int j = 0; j < 4; j++) {
-        if (s.filters()) {
-            uint64_t key = sample_key(l[j], id + j);
-            int bin = state.cut.bins(key);
-            if (bin >= state.first && bin <= state.cut.bin)
-                state.list[atomicAdd(&state.listed, 1u)] = key;
-            if (bin >= state.first) continue;
+    s.visit(blockIdx.x, gridDim.x, [&](int id, const float (&l)[4]) {
+        const uint4 w = s.words(id);
+        const uint32_t word[4] = {w.x, w.y, w.z, w.w};
+        for (int j = 0; j < 4; j++) {
+            if (filters) {
+                uint64_t key = sample_key(l[j], id + j);
+                int bin = bins(key);
+                if (bin >= first && bin <= last) state.list[atomicAdd(&state.listed, 1u)] = key;
+                if (bin >= first) continue;
+            }
+            if (miss(word[j]) <= __expf((l[j] - top) * inverse) * reach)
+                best.consider(s.score(l[j], top, word[j]), id + j);
         }
-        if (miss(word[j]) <= __expf((l[j] - top) * inverse) * reach)
-            best.consider(s.score(l[j], top, word[j]), id + j);
-    }
+    });
     return best;
 }
 
@@ -2341,7 +2352,7 @@ __device__ void sample_listed(const Sampler& s, float top, SampleBest& best) {
     __shared__ uint64_t keys[LISTED];
     const SampleState& state = s.state();
     const SampleRow& row = s.row();
-    int n = state.listed, size = SAMPLE_THREADS;
+    int n = state.listed, size = 64;
     while (size < n) size *= 2;
     for (int i = threadIdx.x; i < size; i += SAMPLE_THREADS) keys[i] = i < n ? state.list[i] : 0;
     for (int run = 2; run <= size; run *= 2)        // bitonic sort, the largest key first
@@ -2356,11 +2367,11 @@ __device__ void sample_listed(const Sampler& s, float top, SampleBest& best) {
     __syncthreads();
 
     if (row.top_k) n = min(uint64_t(n), row.top_k - state.cut.count_before);
-    const int each = size / SAMPLE_THREADS, first = each * threadIdx.x, end = min(n, first + each);
+    const int each = (size + SAMPLE_THREADS - 1) / SAMPLE_THREADS, first = each * threadIdx.x, end = min(n, first + each);
     auto weight = [&](int i) { return sample_weight(s.scaled_gap(logit_of_key(keys[i]), top)); };
     uint64_t mine = 0;
     for (int i = first; i < end; i++) mine += weight(i);
-    uint64_t kept = state.kept ? state.kept : block_sum(mine);
+    uint64_t kept = state.kept ? state.kept : block_all(mine, Sum());
     uint64_t limit = row.top_p ? top_p_limit(row.top_p, kept) : ~0ull;
     uint64_t before = state.cut.weight_before + block_sum_before(mine);
     for (int i = first; i < end && before < limit; i++) {
@@ -2401,16 +2412,16 @@ sample(const Sampler s) {
     float logprob = 0.0f;
     if (sound) {
         float raw_top = -INFINITY;
-        for (int i = threadIdx.x; i < gridDim.x; i += SAMPLE_THREADS)
+        for (int i = threadIdx.x; i < s.n_slices(); i += SAMPLE_THREADS)
             raw_top = fmaxf(raw_top, s.slice(i).top);
-        raw_top = block_max(raw_top);
+        raw_top = block_all(raw_top, Largest());
         uint64_t weight = 0;
-        for (int i = threadIdx.x; i < gridDim.x; i += SAMPLE_THREADS) {
+        for (int i = threadIdx.x; i < s.n_slices(); i += SAMPLE_THREADS) {
             uint64_t scale = sample_weight(__dsub_rn(double(s.slice(i).top), double(raw_top)));
             double product = __dmul_rn(double(s.slice(i).weight), double(scale));
             weight += uint64_t(__dmul_rn(product, 1.0 / (1LL << WEIGHT_BITS)));
         }
-        double all = __dmul_rn(double(block_sum(weight)), 1.0 / (1LL << WEIGHT_BITS));
+        double all = __dmul_rn(double(block_all(weight, Sum())), 1.0 / (1LL << WEIGHT_BITS));
         double gap = __dsub_rn(double(s.row_logits()[best.token]), double(raw_top));
         logprob = float(__dsub_rn(gap, sample_log(all)));
     }

@@ -162,7 +162,7 @@ LN2_HIGH = 6.93147180369123816490e-01       # ln 2 to 33 bits: its product with 
 LN2_LOW = 1.90821492927058770002e-10        # ln 2 - LN2_HIGH
 SQRT_HALF = 0.7071067811865476
 WEIGHT_BITS = 40
-SLICE = 2048            # token ids that a block of the kernel takes, see `logprob`
+SLICE = 512             # token ids that share a maximum, see `logprob`
 
 
 def weight(x):

@@ -1015,7 +1015,7 @@ class Device:
                 tokens, logprobs, self.last_tokens(batch), batch.slots, batch.logit_rows, n_vocab)
         self.launch("sample_slices", (-(-n_slices // 4), rows), 128, args)
         # Many blocks to a row if there are few rows: no number changes what they find.
-        room = 4 * self.multiprocessors // max(rows, 1)
+        room = 2 * self.multiprocessors // max(rows, 1)
         blocks = max(1, min(-(-n_vocab // (4 * SAMPLE_THREADS)), room))
         for name in "sample_cut", "sample":
             self.launch(name, (blocks, rows), SAMPLE_THREADS, args)

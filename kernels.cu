@@ -2154,14 +2154,14 @@ struct Sampler {
     // True in the block that is the last of its row to call this: it sees what the others wrote.
     DEVICE bool last_of_row() const {
         __shared__ bool last;
-        __threadfence();
         __syncthreads();
-        if (threadIdx.x == 0) {
+        if (threadIdx.x == 0) {             // its fences are for all: the barriers order the block
+            __threadfence();
             last = atomicAdd(&state().arrived, 1u) == gridDim.x - 1;
+            __threadfence();
             if (last) state().arrived = 0;
         }
         __syncthreads();
-        __threadfence();
         return last;
     }
 };
@@ -2174,18 +2174,18 @@ KERNEL __launch_bounds__(SLICE_THREADS)
 sample_slices(const Sampler s) {
     follow_predecessor();
     const int slice = (SLICE_THREADS * blockIdx.x + threadIdx.x) / 32;
-    if (!s.row().active || slice >= s.n_slices()) return;
+    const int first = SLICE * slice + 4 * (threadIdx.x % 32);
     float raw[SLICE / 128][4], raw_top = -INFINITY;
+    for (int i = 0; i < SLICE / 128; i++) s.read_raw(first + 128 * i, raw[i]);
+    if (!s.row().active || slice >= s.n_slices()) return;
     uint64_t top = 0, weight = 0;
     unsigned lowest = 0;
     for (int i = 0; i < SLICE / 128; i++) {
-        const int id = SLICE * slice + 128 * i + 4 * (threadIdx.x % 32);
         float l[4];
-        s.read_raw(id, raw[i]);
         for (int j = 0; j < 4; j++) raw_top = fmaxf(raw_top, l[j] = raw[i][j]);
-        s.adjust(id, l);
+        s.adjust(first + 128 * i, l);
         for (int j = 0; j < 4; j++) {
-            top = max(top, sample_key(l[j], id + j));
+            top = max(top, sample_key(l[j], first + 128 * i + j));
             if (isfinite(l[j])) lowest = max(lowest, ~float_rank(l[j]));
         }
     }
@@ -2359,7 +2359,7 @@ __device__ void sample_listed(const Sampler& s, float top, SampleBest& best) {
         for (int step = run / 2; step > 0; step /= 2) {
             __syncthreads();
             for (int i = threadIdx.x; i < size / 2; i += SAMPLE_THREADS) {
-                int left = 2 * i - i % step, right = left + step;
+                int left = 2 * i - (i & step - 1), right = left + step;
                 uint64_t a = keys[left], b = keys[right];
                 if ((a < b) == ((left & run) == 0)) keys[left] = b, keys[right] = a;
             }
@@ -2367,7 +2367,8 @@ __device__ void sample_listed(const Sampler& s, float top, SampleBest& best) {
     __syncthreads();
 
     if (row.top_k) n = min(uint64_t(n), row.top_k - state.cut.count_before);
-    const int each = (size + SAMPLE_THREADS - 1) / SAMPLE_THREADS, first = each * threadIdx.x, end = min(n, first + each);
+    const int each = (size + SAMPLE_THREADS - 1) / SAMPLE_THREADS, first = each * threadIdx.x;
+    const int end = min(n, first + each);
     auto weight = [&](int i) { return sample_weight(s.scaled_gap(logit_of_key(keys[i]), top)); };
     uint64_t mine = 0;
     for (int i = first; i < end; i++) mine += weight(i);
@@ -2394,6 +2395,7 @@ sample(const Sampler s) {
     const uint64_t top_key = s.state().top;
     const float top = logit_of_key(top_key);
     const bool sound = row.active && isfinite(top);
+    const int slot = row.active ? s.slots[s.logit_rows[blockIdx.y]] : 0;
     SampleBest best{0.0, sound ? id_of_key(top_key) : -1};
     if (sound && row.inverse_temperature > 0.0) {
         best = sample_best(s, top, id_of_key(top_key));
@@ -2411,6 +2413,7 @@ sample(const Sampler s) {
 
     float logprob = 0.0f;
     if (sound) {
+        const float drawn = s.row_logits()[best.token];
         float raw_top = -INFINITY;
         for (int i = threadIdx.x; i < s.n_slices(); i += SAMPLE_THREADS)
             raw_top = fmaxf(raw_top, s.slice(i).top);
@@ -2422,14 +2425,14 @@ sample(const Sampler s) {
             weight += uint64_t(__dmul_rn(product, 1.0 / (1LL << WEIGHT_BITS)));
         }
         double all = __dmul_rn(double(block_all(weight, Sum())), 1.0 / (1LL << WEIGHT_BITS));
-        double gap = __dsub_rn(double(s.row_logits()[best.token]), double(raw_top));
+        double gap = __dsub_rn(double(drawn), double(raw_top));
         logprob = float(__dsub_rn(gap, sample_log(all)));
     }
     if (threadIdx.x > 0) return;
     s.tokens[blockIdx.y] = best.token;
     s.logprobs[blockIdx.y] = logprob;
     if (!row.active) return;
-    s.last_tokens[s.slots[s.logit_rows[blockIdx.y]]] = max(best.token, 0);
+    s.last_tokens[slot] = max(best.token, 0);
     if (sound && row.adjustment >= 0) s.row_adjustments()[best.token].count++;
     s.state().top = s.state().lowest = s.state().listed = 0;
 }

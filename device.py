@@ -1014,9 +1014,8 @@ class Device:
                 self.buffer("sample_slices", (rows, n_slices, SAMPLE_SLICE_BYTES), np.uint8),
                 tokens, logprobs, self.last_tokens(batch), batch.slots, batch.logit_rows, n_vocab)
         self.launch("sample_slices", (-(-n_slices // 4), rows), 128, args)
-        # Many blocks to a row if there are few rows: no number changes what they find.
-        room = 2 * self.multiprocessors // max(rows, 1)
-        blocks = max(1, min(-(-n_vocab // (4 * SAMPLE_THREADS)), room))
+        # Four tokens a thread, or more with many rows: it does not change what the blocks find.
+        blocks = max(1, min(-(-n_slices // 4), 2 * self.multiprocessors // max(rows, 1)))
         for name in "sample_cut", "sample":
             self.launch(name, (blocks, rows), SAMPLE_THREADS, args)
         return tokens, logprobs

@@ -2065,8 +2065,8 @@ static_assert(sizeof(SampleState) == 39016, "device.SAMPLE_STATE_BYTES");
 struct SampleSlice {
     uint64_t weight;                        // of the raw logits, relative to their largest, `top`
     float top;
-    int token;                              // the best that block `i` found, for slice i, and its
-    double score;                           // score
+    int token;                              // the best that a block has found
+    double score;
 };
 
 // The parameters of the three kernels, and the row of a block as the sampler sees it.
@@ -2075,7 +2075,7 @@ struct Sampler {
     const SampleRow* draws;                 // [rows]
     Adjustment* adjustments;                // [slots, n_vocab]
     SampleState* states;                    // [rows]
-    SampleSlice* slices;                    // [rows, slices], at least as many as blocks
+    SampleSlice* slices;                    // [rows, slices]
     int* tokens;                            // [rows]
     float* logprobs;                        // [rows]
     int* last_tokens;                       // [slots]
@@ -2085,6 +2085,7 @@ struct Sampler {
     DEVICE const SampleRow& row() const { return draws[blockIdx.y]; }
     DEVICE SampleState& state() const { return states[blockIdx.y]; }
     DEVICE int n_slices() const { return (n_vocab + SLICE - 1) / SLICE; }
+    // A block's own result lies in the slice of its number: there are fewer blocks.
     DEVICE SampleSlice& slice(int i) const { return slices[blockIdx.y * n_slices() + i]; }
     DEVICE const float* row_logits() const { return logits + size_t(blockIdx.y) * n_vocab; }
     DEVICE Adjustment* row_adjustments() const {
@@ -2324,7 +2325,9 @@ __device__ SampleBest sample_best(const Sampler& s, float top, int top_id) {
     auto miss = [](uint32_t word) { return (float(~word) + 0.5f) * (1.0f / 4294967296.0f); };
     // The largest logit scores its noise. Another token wins if -log(u) <= exp(x) * -log(u of the
     // largest), and 1 - u is below its -log(u). In float32 both sides are good to 1e-4.
-    const float reach = -1.001f * log1pf(-miss(s.word(top_id)));
+    const uint32_t top_word = s.word(top_id);
+    const float reach =
+        -1.001f * (top_word >> 31 ? log1pf(-miss(top_word)) : logf(miss(~top_word)));
     const float inverse = float(s.row().inverse_temperature);
     const bool filters = s.filters();
     const SampleBins bins = state.cut.bins;

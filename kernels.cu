@@ -2040,25 +2040,28 @@ struct SampleBins {
     }
 };
 
+struct SampleSums {                         // of some tokens
+    uint64_t count, weight;
+};
+
 // A filter ends in bin `bin`; sums of the tokens before this bin and in it.
 struct SampleCut {
     SampleBins bins;
     int bin;
-    uint64_t count_before, weight_before, count, weight;
+    SampleSums before, inside;
 };
 
-// What the blocks of a row tell each other; zero after each call, but for the cut and the list.
+// What the blocks of a row tell each other; zero after each call, but for cut, kept and list.
 constexpr int LISTED = 4096;
 struct SampleState {
     unsigned long long top;                 // the largest key
     unsigned lowest;                        // ~ rank of the lowest finite logit
     unsigned arrived, listed;               // blocks, keys in `list`
-    int first;                              // the list holds the bins from here to the cut's
-    uint64_t kept;                          // weight of what top_k keeps, 0 if the list says it
     SampleCut cut;
+    uint64_t kept;                          // weight of what top_k keeps; 0: look into the list
     unsigned long long weights[BINS];
     unsigned counts[BINS];
-    uint64_t list[LISTED];
+    uint64_t list[LISTED];                  // keys in the bin of the cut; if kept is 0, up to it
 };
 static_assert(sizeof(SampleState) == 39016, "device.SAMPLE_STATE_BYTES");
 
@@ -2226,18 +2229,17 @@ __device__ void sample_histogram(const Sampler& s, const SampleBins& bins, int b
     atomicAdd(&s.state().weights[own], (unsigned long long)upper[own] << 32 | lower[own]);
 }
 
-// The bin in which the count, or the weight, reaches `limit`, or the last one. A thread holds the
-// sums of one bin; `before` are those of all keys above the bins.
-__device__ SampleCut sample_find(const SampleBins& bins, uint64_t count_before,
-                                 uint64_t weight_before, uint64_t count, uint64_t weight,
+// The bin in which the count, or the weight, reaches `limit`, or the last one. `before` are the
+// sums of all keys above the bins, `own` those of the thread's bin.
+__device__ SampleCut sample_find(const SampleBins& bins, SampleSums before, SampleSums own,
                                  bool by_weight, uint64_t limit) {
     __shared__ SampleCut found;
-    count_before += block_sum_before(count);
-    weight_before += block_sum_before(weight);
-    uint64_t before = by_weight ? weight_before : count_before;
-    bool reached = limit <= before + (by_weight ? weight : count) || threadIdx.x == BINS - 1;
-    if (before < limit && reached)
-        found = {bins, int(threadIdx.x), count_before, weight_before, count, weight};
+    before.count += block_sum_before(own.count);
+    before.weight += block_sum_before(own.weight);
+    uint64_t start = by_weight ? before.weight : before.count;
+    uint64_t end = start + (by_weight ? own.weight : own.count);
+    if (start < limit && (limit <= end || threadIdx.x == BINS - 1))
+        found = {bins, int(threadIdx.x), before, own};
     __syncthreads();
     return found;
 }
@@ -2264,44 +2266,38 @@ sample_cut(const Sampler s) {
     sample_histogram(s, bins, blockIdx.x, gridDim.x);
     if (!s.last_of_row()) return;
 
-    auto take = [&](uint64_t& count, uint64_t& weight) {
-        count = atomicExch(&state.counts[threadIdx.x], 0u);
-        weight = atomicExch(&state.weights[threadIdx.x], 0ull);
+    auto take_sums = [&] {
+        return SampleSums{atomicExch(&state.counts[threadIdx.x], 0u),
+                          atomicExch(&state.weights[threadIdx.x], 0ull)};
     };
-    uint64_t count, weight;
-    take(count, weight);
-    auto find = [&](bool by_weight, uint64_t limit, auto enough) {
-        SampleCut cut = sample_find(bins, 0, 0, count, weight, by_weight, limit);
-        while (!enough(cut)) {
+    const SampleSums own = take_sums();
+    auto find = [&](bool by_weight, uint64_t limit, auto is_enough) {
+        SampleCut cut = sample_find(bins, {}, own, by_weight, limit);
+        while (!is_enough(cut)) {
             SampleBins finer{cut.bins.lowest_key(cut.bin), cut.bins.lowest_key(cut.bin - 1), top};
             while (finer.high - 1 - finer.low >> finer.shift >= BINS) finer.shift++;
             sample_histogram(s, finer, 0, 1);
             __syncthreads();
-            uint64_t finer_count, finer_weight;
-            take(finer_count, finer_weight);
-            cut = sample_find(finer, cut.count_before, cut.weight_before, finer_count,
-                              finer_weight, by_weight, limit);
+            cut = sample_find(finer, cut.before, take_sums(), by_weight, limit);
         }
         return cut;
     };
-    uint64_t kept = block_all(weight, Sum());
+    uint64_t kept = block_all(own.weight, Sum());
     SampleCut cut;
-    int first = -1;                         // all from the largest on
     if (row.top_k) {
-        auto all_listed = [](const SampleCut& c) { return c.count_before + c.count <= LISTED; };
+        auto up_to = [](const SampleCut& c) { return c.before.count + c.inside.count; };
         cut = find(false, row.top_k, [&](const SampleCut& c) {
-            return all_listed(c) || c.count_before + c.count <= row.top_k ||
-                   (row.top_p == 0 && c.count <= LISTED);
+            return up_to(c) <= LISTED || up_to(c) <= row.top_k ||
+                   (row.top_p == 0 && c.inside.count <= LISTED);
         });
-        kept = all_listed(cut) ? 0 : cut.weight_before + cut.weight;
+        kept = up_to(cut) <= LISTED ? 0 : cut.before.weight + cut.inside.weight;
+        if (kept == 0) cut.before = {};
     }
     if (row.top_p && kept)
         cut = find(true, top_p_limit(row.top_p, kept), [](const SampleCut& c) {
-            return c.count <= LISTED;
+            return c.inside.count <= LISTED;
         });
-    if (kept) first = cut.bin;
-    else cut.count_before = cut.weight_before = 0;
-    if (threadIdx.x == 0) state.cut = cut, state.first = first, state.kept = kept;
+    if (threadIdx.x == 0) state.cut = cut, state.kept = kept;
 }
 
 // The best token under the scores of all threads; of equals the one with the lowest id.
@@ -2331,7 +2327,7 @@ __device__ SampleBest sample_best(const Sampler& s, float top, int top_id) {
     const float inverse = float(s.row().inverse_temperature);
     const bool filters = s.filters();
     const SampleBins bins = state.cut.bins;
-    const int first = state.first, last = state.cut.bin;
+    const int last = state.cut.bin, first = state.kept ? last : -1;     // in the list
     SampleBest best;
     s.visit(blockIdx.x, gridDim.x, [&](int id, const float (&l)[4]) {
         const uint4 w = s.words(id);
@@ -2369,7 +2365,7 @@ __device__ void sample_listed(const Sampler& s, float top, SampleBest& best) {
         }
     __syncthreads();
 
-    if (row.top_k) n = min(uint64_t(n), row.top_k - state.cut.count_before);
+    if (row.top_k) n = min(uint64_t(n), row.top_k - state.cut.before.count);
     const int each = (size + SAMPLE_THREADS - 1) / SAMPLE_THREADS, first = each * threadIdx.x;
     const int end = min(n, first + each);
     auto weight = [&](int i) { return sample_weight(s.scaled_gap(logit_of_key(keys[i]), top)); };
@@ -2377,7 +2373,7 @@ __device__ void sample_listed(const Sampler& s, float top, SampleBest& best) {
     for (int i = first; i < end; i++) mine += weight(i);
     uint64_t kept = state.kept ? state.kept : block_all(mine, Sum());
     uint64_t limit = row.top_p ? top_p_limit(row.top_p, kept) : ~0ull;
-    uint64_t before = state.cut.weight_before + block_sum_before(mine);
+    uint64_t before = state.cut.before.weight + block_sum_before(mine);
     for (int i = first; i < end && before < limit; i++) {
         int id = id_of_key(keys[i]);
         best.consider(s.score(logit_of_key(keys[i]), top, s.word(id)), id);

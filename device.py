@@ -178,7 +178,7 @@ WIDEST_HEAD = 128  # for which there are wide tiles
 SEGMENT = 256  # positions under one running softmax
 PARTS_LIMIT = 1 << 28  # bytes of scratch for segments that wait to be merged
 ROW_THREADS = 1024  # of the kernels that hold a row in a block
-SAMPLE_THREADS, SAMPLE_STATE_BYTES, SAMPLE_SLICE_BYTES = 512, 39016, 24  # as in kernels.cu
+SAMPLE_THREADS, SAMPLE_STATE_BYTES, SAMPLE_SLICE_BYTES = 512, 39016, 16  # as in kernels.cu
 DELTA_DIM = 128  # values of a head in the gated delta net
 
 # How kernels.cu holds weights of a format (see `Packed` there), in the order of enum WeightFormat:
@@ -1012,7 +1012,7 @@ class Device:
         args = (logits, draws, self.adjustments,
                 self.buffer("sample_state", (rows, SAMPLE_STATE_BYTES), np.uint8),
                 self.buffer("sample_slices", (rows, n_slices, SAMPLE_SLICE_BYTES), np.uint8),
-                tokens, logprobs, self.last_tokens(batch), batch.slots, batch.logit_rows, n_vocab)
+                tokens, self.last_tokens(batch), logprobs, batch.slots, batch.logit_rows, n_vocab)
         self.launch("sample_slices", (-(-n_slices // 4), rows), 128, args)
         # Four tokens a thread, or more with many rows: it does not change what the blocks find.
         blocks = max(1, min(-(-n_slices // 4), 2 * self.multiprocessors // max(rows, 1)))

@@ -1872,7 +1872,7 @@ KERNEL sigmoid_gate(uint4* x, const float* qkv, int cols, int stride, int qkv_co
 constexpr int SAMPLE_THREADS = 512, SAMPLE_WARPS = SAMPLE_THREADS / 32;
 constexpr int SLICE = 512, SLICE_THREADS = 128;     // tokens of a warp of sample_slices; its blocks
 constexpr double REACH = 28.0;
-constexpr int WEIGHT_BITS = 40;
+constexpr int WEIGHT_BITS = 40, SCORE_BITS = 38, ID_BITS = 20, MOST_ID = (1 << ID_BITS) - 1;
 constexpr double LN2_HIGH = 6.93147180369123816490e-01, LN2_LOW = 1.90821492927058770002e-10;
 
 struct SampleRow {                          // sampling.ROW
@@ -1894,22 +1894,9 @@ DEVICE double mul_add(double p, double z, double c) {
     return __dadd_rn(__dmul_rn(p, z), c);
 }
 
-// floor(exp(x) * 2^40), 0 below -REACH; x <= 0.
-DEVICE uint64_t sample_weight(double x) {
-    if (x < -REACH) return 0;
-    double k = rint(__dmul_rn(x, 1.4426950408889634));
-    double r = __dsub_rn(__dsub_rn(x, __dmul_rn(k, LN2_HIGH)), __dmul_rn(k, LN2_LOW));
-    constexpr double FACTORIALS[] = {1,    1,     2,      6,       24,       120,       720,
-                                     5040, 40320, 362880, 3628800, 39916800, 479001600, 6227020800};
-    double p = 1.0 / FACTORIALS[13];
-    for (int n = 12; n >= 0; n--) p = mul_add(p, r, 1.0 / FACTORIALS[n]);  // Taylor terms
-    double power = __longlong_as_double((long long)(int(k) + 1023 + WEIGHT_BITS) << 52);
-    return uint64_t(__dmul_rn(p, power));
-}
-
-// The same by float32 arithmetic, within 4e-7 of the result. A GeForce card has 64 times as much of
+// floor(exp(x) * 2^40), 0 below -REACH; x <= 0. In float32: a GeForce card has 64 times as much of
 // it as of float64.
-DEVICE uint64_t rough_weight(float x) {
+DEVICE uint64_t sample_weight(float x) {
     if (!(x >= float(-REACH))) return 0;    // NaN too: -inf less -inf
     float k = rintf(__fmul_rn(x, 1.44269504f));
     float r = __fsub_rn(__fsub_rn(x, __fmul_rn(k, 0.693145751953125f)),
@@ -1974,13 +1961,9 @@ DEVICE uint64_t sample_key(float logit, int id) {
 DEVICE float logit_of_key(uint64_t key) { return float_of_rank(uint32_t(key >> 32)); }
 DEVICE int id_of_key(uint64_t key) { return int(~uint32_t(key)); }
 
-struct Largest {
-    template <class T>
-    DEVICE T operator()(T a, T b) const { return a > b ? a : b; }
-};
-struct Sum {
-    DEVICE uint64_t operator()(uint64_t a, uint64_t b) const { return a + b; }
-};
+template <class T>
+DEVICE T larger(T a, T b) { return a > b ? a : b; }
+DEVICE uint64_t plus(uint64_t a, uint64_t b) { return a + b; }
 
 // Every thread gets op over the x of its warp, or of its block; op is exact and commutative.
 template <class T, class Op>
@@ -2000,17 +1983,14 @@ DEVICE T block_all(T x, Op op) {
 
 // Sum of the x of the threads before this one.
 DEVICE uint64_t block_sum_before(uint64_t x) {
-    __shared__ uint64_t sums[SAMPLE_WARPS];
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    __shared__ uint64_t sums[SAMPLE_THREADS];
     uint64_t up_to = x;
-    for (int o = 1; o < 32; o <<= 1) {
-        uint64_t left = __shfl_up_sync(ALL_LANES, up_to, o);
-        if (lane >= o) up_to += left;
+    for (int o = 1; o < SAMPLE_THREADS; o *= 2) {
+        __syncthreads();
+        sums[threadIdx.x] = up_to;
+        __syncthreads();
+        if (threadIdx.x >= o) up_to += sums[threadIdx.x - o];
     }
-    __syncthreads();
-    if (lane == 31) sums[warp] = up_to;
-    __syncthreads();
-    for (int i = 0; i < warp; i++) up_to += sums[i];
     return up_to - x;
 }
 
@@ -2040,9 +2020,7 @@ struct SampleBins {
     }
 };
 
-struct SampleSums {                         // of some tokens
-    uint64_t count, weight;
-};
+struct SampleSums { uint64_t count, weight; };      // of some tokens
 
 // A filter ends in bin `bin`; sums of the tokens before this bin and in it.
 struct SampleCut {
@@ -2054,8 +2032,7 @@ struct SampleCut {
 // What the blocks of a row tell each other; zero after each call, but for cut, kept and list.
 constexpr int LISTED = 4096;
 struct SampleState {
-    unsigned long long top;                 // the largest key
-    unsigned lowest;                        // ~ rank of the lowest finite logit
+    unsigned long long top, best;           // the largest key, the best score
     unsigned arrived, listed;               // blocks, keys in `list`
     SampleCut cut;
     uint64_t kept;                          // weight of what top_k keeps; 0: look into the list
@@ -2068,8 +2045,6 @@ static_assert(sizeof(SampleState) == 39016, "device.SAMPLE_STATE_BYTES");
 struct SampleSlice {
     uint64_t weight;                        // of the raw logits, relative to their largest, `top`
     float top;
-    int token;                              // the best that a block has found
-    double score;
 };
 
 // The parameters of the three kernels, and the row of a block as the sampler sees it.
@@ -2079,16 +2054,14 @@ struct Sampler {
     Adjustment* adjustments;                // [slots, n_vocab]
     SampleState* states;                    // [rows]
     SampleSlice* slices;                    // [rows, slices]
-    int* tokens;                            // [rows]
+    int *tokens, *last_tokens;              // [rows], [slots]
     float* logprobs;                        // [rows]
-    int* last_tokens;                       // [slots]
     const int *slots, *logit_rows;
     Int n_vocab;
 
     DEVICE const SampleRow& row() const { return draws[blockIdx.y]; }
     DEVICE SampleState& state() const { return states[blockIdx.y]; }
     DEVICE int n_slices() const { return (n_vocab + SLICE - 1) / SLICE; }
-    // A block's own result lies in the slice of its number: there are fewer blocks.
     DEVICE SampleSlice& slice(int i) const { return slices[blockIdx.y * n_slices() + i]; }
     DEVICE const float* row_logits() const { return logits + size_t(blockIdx.y) * n_vocab; }
     DEVICE Adjustment* row_adjustments() const {
@@ -2112,13 +2085,11 @@ struct Sampler {
         const Adjustment* from = row_adjustments();
         for (int j = 0; j < 4 && from != nullptr && id + j < n_vocab; j++) {
             Adjustment a = from[id + j];
-            float repetition = row().repetition;
-            if (a.count)
-                l[j] = l[j] > 0.0f ? __fdiv_rn(l[j], repetition) : __fmul_rn(l[j], repetition);
+            float by = row().repetition;
             uint32_t said = a.count & 0x7fffffffu;
-            if (said)
-                l[j] = __fsub_rn(__fsub_rn(l[j], row().presence),
-                                 __fmul_rn(row().frequency, __uint2float_rn(said)));
+            if (a.count) l[j] = l[j] > 0.0f ? __fdiv_rn(l[j], by) : __fmul_rn(l[j], by);
+            by = __fmul_rn(row().frequency, __uint2float_rn(said));
+            if (said) l[j] = __fsub_rn(__fsub_rn(l[j], row().presence), by);
             l[j] = __fadd_rn(l[j], a.bias);
         }
     }
@@ -2139,6 +2110,9 @@ struct Sampler {
     DEVICE double scaled_gap(float l, float top) const {
         return __dmul_rn(__dsub_rn(double(l), double(top)), row().inverse_temperature);
     }
+    DEVICE uint64_t weight(float l, float top) const {
+        return sample_weight(float(scaled_gap(l, top)));
+    }
 
     // The Philox words of token id and of the three that share its call; that of id alone.
     DEVICE uint4 words(int id) const {
@@ -2149,10 +2123,11 @@ struct Sampler {
         return id & 2 ? (id & 1 ? w.w : w.z) : (id & 1 ? w.y : w.x);
     }
 
-    // x + noise, -inf if min_p drops the token.
-    DEVICE double score(float l, float top, uint32_t word) const {
-        if (__dsub_rn(double(l), double(top)) < row().min_gap) return -INFINITY;
-        return __dadd_rn(scaled_gap(l, top), gumbel(word));
+    // x + noise in fixed point, then ~id; 0 if min_p drops the token.
+    DEVICE uint64_t score(float l, float top, uint32_t word, int id) const {
+        if (__dsub_rn(double(l), double(top)) < row().min_gap) return 0;
+        double score = __dadd_rn(__dadd_rn(scaled_gap(l, top), gumbel(word)), 32.0);
+        return uint64_t(__dmul_rn(score, double(1LL << SCORE_BITS))) << ID_BITS | (MOST_ID - id);
     }
 
     // True in the block that is the last of its row to call this: it sees what the others wrote.
@@ -2161,9 +2136,8 @@ struct Sampler {
         __syncthreads();
         if (threadIdx.x == 0) {             // its fences are for all: the barriers order the block
             __threadfence();
-            last = atomicAdd(&state().arrived, 1u) == gridDim.x - 1;
+            last = atomicInc(&state().arrived, gridDim.x - 1) == gridDim.x - 1;     // then 0 again
             __threadfence();
-            if (last) state().arrived = 0;
         }
         __syncthreads();
         return last;
@@ -2183,27 +2157,20 @@ sample_slices(const Sampler s) {
     for (int i = 0; i < SLICE / 128; i++) s.read_raw(first + 128 * i, raw[i]);
     if (!s.row().active || slice >= s.n_slices()) return;
     uint64_t top = 0, weight = 0;
-    unsigned lowest = 0;
     for (int i = 0; i < SLICE / 128; i++) {
         float l[4];
         for (int j = 0; j < 4; j++) raw_top = fmaxf(raw_top, l[j] = raw[i][j]);
         s.adjust(first + 128 * i, l);
-        for (int j = 0; j < 4; j++) {
-            top = max(top, sample_key(l[j], first + 128 * i + j));
-            if (isfinite(l[j])) lowest = max(lowest, ~float_rank(l[j]));
-        }
+        for (int j = 0; j < 4; j++) top = max(top, sample_key(l[j], first + 128 * i + j));
     }
-    raw_top = warp_all(raw_top, Largest());
+    raw_top = warp_max(raw_top);
     for (int i = 0; i < SLICE / 128; i++)
-        for (int j = 0; j < 4; j++) weight += rough_weight(__fsub_rn(raw[i][j], raw_top));
-    weight = warp_all(weight, Sum());
-    top = warp_all(top, Largest());
-    lowest = warp_all(lowest, Largest());
+        for (int j = 0; j < 4; j++) weight += sample_weight(__fsub_rn(raw[i][j], raw_top));
+    weight = warp_all(weight, plus);
+    top = warp_all(top, larger<uint64_t>);
     if (threadIdx.x % 32 > 0) return;
-    s.slice(slice).weight = weight;
-    s.slice(slice).top = raw_top;
+    s.slice(slice) = {weight, raw_top};
     atomicMax(&s.state().top, (unsigned long long)top);
-    atomicMax(&s.state().lowest, lowest);
 }
 
 // Adds the tokens that this block takes to the sums of their bins.
@@ -2217,7 +2184,7 @@ __device__ void sample_histogram(const Sampler& s, const SampleBins& bins, int b
         for (int j = 0; j < 4; j++) {
             int bin = bins(sample_key(l[j], id + j));
             if (bin < 0 || bin >= BINS) continue;
-            uint64_t weight = s.row().top_p ? sample_weight(s.scaled_gap(l[j], bins.top)) : 1;
+            uint64_t weight = s.weight(l[j], bins.top);
             uint32_t low = uint32_t(weight), old = atomicAdd(&lower[bin], low);
             atomicAdd(&upper[bin], uint32_t(weight >> 32) + (old + low < old));     // the carry
             atomicAdd(&counts[bin], 1u);
@@ -2227,21 +2194,6 @@ __device__ void sample_histogram(const Sampler& s, const SampleBins& bins, int b
     if (counts[own] == 0) return;
     atomicAdd(&s.state().counts[own], counts[own]);
     atomicAdd(&s.state().weights[own], (unsigned long long)upper[own] << 32 | lower[own]);
-}
-
-// The bin in which the count, or the weight, reaches `limit`, or the last one. `before` are the
-// sums of all keys above the bins, `own` those of the thread's bin.
-__device__ SampleCut sample_find(const SampleBins& bins, SampleSums before, SampleSums own,
-                                 bool by_weight, uint64_t limit) {
-    __shared__ SampleCut found;
-    before.count += block_sum_before(own.count);
-    before.weight += block_sum_before(own.weight);
-    uint64_t start = by_weight ? before.weight : before.count;
-    uint64_t end = start + (by_weight ? own.weight : own.count);
-    if (start < limit && (limit <= end || threadIdx.x == BINS - 1))
-        found = {bins, int(threadIdx.x), before, own};
-    __syncthreads();
-    return found;
 }
 
 DEVICE uint64_t top_p_limit(uint32_t top_p, uint64_t kept) {    // ceil(top_p * kept / 2^32)
@@ -2260,63 +2212,51 @@ sample_cut(const Sampler s) {
     SampleState& state = s.state();
     const float top = logit_of_key(state.top);
     if (!isfinite(top)) return;
-    const float range = fminf(float(REACH / row.inverse_temperature),
-                              top - float_of_rank(~state.lowest));
-    const SampleBins bins{0, state.top + 1, top, float(BINS - 1) / fmaxf(range, 1e-30f), -1};
+    const float scale = float((BINS - 1) / REACH * row.inverse_temperature);
+    const SampleBins bins{0, state.top + 1, top, scale, -1};
     sample_histogram(s, bins, blockIdx.x, gridDim.x);
     if (!s.last_of_row()) return;
 
-    auto take_sums = [&] {
+    __shared__ SampleCut found;
+    auto take_sums = [&] {                  // of this thread's bin
         return SampleSums{atomicExch(&state.counts[threadIdx.x], 0u),
                           atomicExch(&state.weights[threadIdx.x], 0ull)};
     };
-    const SampleSums own = take_sums();
-    auto find = [&](bool by_weight, uint64_t limit, auto is_enough) {
-        SampleCut cut = sample_find(bins, {}, own, by_weight, limit);
-        while (!is_enough(cut)) {
-            SampleBins finer{cut.bins.lowest_key(cut.bin), cut.bins.lowest_key(cut.bin - 1), top};
-            while (finer.high - 1 - finer.low >> finer.shift >= BINS) finer.shift++;
-            sample_histogram(s, finer, 0, 1);
+    const SampleSums first = take_sums();
+    // The bin in which the count, or the weight, reaches `limit`, or the last one.
+    auto find = [&](bool by_weight, uint64_t limit) {
+        SampleCut cut{bins};
+        for (SampleSums own = first;; own = take_sums()) {
+            SampleSums before{cut.before.count + block_sum_before(own.count),
+                              cut.before.weight + block_sum_before(own.weight)};
+            uint64_t start = by_weight ? before.weight : before.count;
+            uint64_t end = start + (by_weight ? own.weight : own.count);
+            if (start < limit && (limit <= end || threadIdx.x == BINS - 1))
+                found = {cut.bins, int(threadIdx.x), before, own};
             __syncthreads();
-            cut = sample_find(finer, cut.before, take_sums(), by_weight, limit);
+            cut = found;
+            uint64_t up_to = cut.before.count + cut.inside.count;
+            if (by_weight ? cut.inside.count <= LISTED : up_to <= max(limit, uint64_t(LISTED)))
+                return cut;
+            cut.bins = {cut.bins.lowest_key(cut.bin), cut.bins.lowest_key(cut.bin - 1), top};
+            while (cut.bins.high - 1 - cut.bins.low >> cut.bins.shift >= BINS) cut.bins.shift++;
+            sample_histogram(s, cut.bins, 0, 1);
+            __syncthreads();
         }
-        return cut;
     };
-    uint64_t kept = block_all(own.weight, Sum());
+    uint64_t kept = block_all(first.weight, plus);
     SampleCut cut;
     if (row.top_k) {
-        auto up_to = [](const SampleCut& c) { return c.before.count + c.inside.count; };
-        cut = find(false, row.top_k, [&](const SampleCut& c) {
-            return up_to(c) <= LISTED || up_to(c) <= row.top_k ||
-                   (row.top_p == 0 && c.inside.count <= LISTED);
-        });
-        kept = up_to(cut) <= LISTED ? 0 : cut.before.weight + cut.inside.weight;
-        if (kept == 0) cut.before = {};
+        cut = find(false, row.top_k);
+        kept = cut.before.weight + cut.inside.weight;
+        if (cut.before.count + cut.inside.count <= LISTED) kept = 0, cut.before = {};
     }
-    if (row.top_p && kept)
-        cut = find(true, top_p_limit(row.top_p, kept), [](const SampleCut& c) {
-            return c.inside.count <= LISTED;
-        });
+    if (row.top_p && kept) cut = find(true, top_p_limit(row.top_p, kept));
     if (threadIdx.x == 0) state.cut = cut, state.kept = kept;
 }
 
-// The best token under the scores of all threads; of equals the one with the lowest id.
-struct SampleBest {
-    double score = -INFINITY;
-    int token = 0x7fffffff;
-
-    DEVICE void consider(double other, int id) {
-        if (other > score || (other == score && id < token)) score = other, token = id;
-    }
-    DEVICE void of_block() {
-        double best = block_all(score, Largest());
-        token = int(~block_all(score == best ? ~uint32_t(token) : 0u, Largest()));
-        score = best;
-    }
-};
-
-// The best of a thread's tokens before the list. Those in the bins of the list go there.
-__device__ SampleBest sample_best(const Sampler& s, float top, int top_id) {
+// The best score of a thread's tokens before the list. Those in the bins of the list go there.
+__device__ uint64_t sample_best(const Sampler& s, float top, int top_id) {
     SampleState& state = s.state();
     auto miss = [](uint32_t word) { return (float(~word) + 0.5f) * (1.0f / 4294967296.0f); };
     // The largest logit scores its noise. Another token wins if -log(u) <= exp(x) * -log(u of the
@@ -2328,7 +2268,7 @@ __device__ SampleBest sample_best(const Sampler& s, float top, int top_id) {
     const bool filters = s.filters();
     const SampleBins bins = state.cut.bins;
     const int last = state.cut.bin, first = state.kept ? last : -1;     // in the list
-    SampleBest best;
+    uint64_t best = 0;
     s.visit(blockIdx.x, gridDim.x, [&](int id, const float (&l)[4]) {
         const uint4 w = s.words(id);
         const uint32_t word[4] = {w.x, w.y, w.z, w.w};
@@ -2340,14 +2280,14 @@ __device__ SampleBest sample_best(const Sampler& s, float top, int top_id) {
                 if (bin >= first) continue;
             }
             if (miss(word[j]) <= __expf((l[j] - top) * inverse) * reach)
-                best.consider(s.score(l[j], top, word[j]), id + j);
+                best = max(best, s.score(l[j], top, word[j], id + j));
         }
     });
     return best;
 }
 
-// Lets `best` consider the tokens of the list that the filters keep.
-__device__ void sample_listed(const Sampler& s, float top, SampleBest& best) {
+// The best score of a thread's tokens of the list, of those that the filters keep.
+__device__ uint64_t sample_listed(const Sampler& s, float top) {
     __shared__ uint64_t keys[LISTED];
     const SampleState& state = s.state();
     const SampleRow& row = s.row();
@@ -2368,17 +2308,17 @@ __device__ void sample_listed(const Sampler& s, float top, SampleBest& best) {
     if (row.top_k) n = min(uint64_t(n), row.top_k - state.cut.before.count);
     const int each = (size + SAMPLE_THREADS - 1) / SAMPLE_THREADS, first = each * threadIdx.x;
     const int end = min(n, first + each);
-    auto weight = [&](int i) { return sample_weight(s.scaled_gap(logit_of_key(keys[i]), top)); };
-    uint64_t mine = 0;
+    auto weight = [&](int i) { return s.weight(logit_of_key(keys[i]), top); };
+    uint64_t mine = 0, best = 0;
     for (int i = first; i < end; i++) mine += weight(i);
-    uint64_t kept = state.kept ? state.kept : block_all(mine, Sum());
+    uint64_t kept = state.kept ? state.kept : block_all(mine, plus);
     uint64_t limit = row.top_p ? top_p_limit(row.top_p, kept) : ~0ull;
     uint64_t before = state.cut.before.weight + block_sum_before(mine);
-    for (int i = first; i < end && before < limit; i++) {
+    for (int i = first; i < end && before < limit; before += weight(i++)) {
         int id = id_of_key(keys[i]);
-        best.consider(s.score(logit_of_key(keys[i]), top, s.word(id)), id);
-        before += weight(i);
+        best = max(best, s.score(logit_of_key(keys[i]), top, s.word(id), id));
     }
+    return best;
 }
 
 // tokens[row], logprobs[row] = sampling.sample(logits[row] (n_vocab), draws[row]); -1 for padding
@@ -2395,45 +2335,39 @@ sample(const Sampler s) {
     const float top = logit_of_key(top_key);
     const bool sound = row.active && isfinite(top);
     const int slot = row.active ? s.slots[s.logit_rows[blockIdx.y]] : 0;
-    SampleBest best{0.0, sound ? id_of_key(top_key) : -1};
+    int token = sound ? id_of_key(top_key) : -1;
     if (sound && row.inverse_temperature > 0.0) {
-        best = sample_best(s, top, id_of_key(top_key));
-        best.of_block();
-        if (threadIdx.x == 0) {
-            s.slice(blockIdx.x).score = best.score;
-            s.slice(blockIdx.x).token = best.token;
-        }
+        uint64_t best = block_all(sample_best(s, top, token), larger<uint64_t>);
+        if (threadIdx.x == 0) atomicMax(&s.state().best, (unsigned long long)best);
         if (!s.last_of_row()) return;
-        for (int i = threadIdx.x; i < gridDim.x; i += SAMPLE_THREADS)
-            best.consider(s.slice(i).score, s.slice(i).token);
-        if (s.filters()) sample_listed(s, top, best);
-        best.of_block();
+        if (s.filters()) best = block_all(sample_listed(s, top), larger<uint64_t>);
+        token = MOST_ID - int(max(best, uint64_t(s.state().best)) & MOST_ID);
     } else if (blockIdx.x > 0) return;
 
     float logprob = 0.0f;
     if (sound) {
-        const float drawn = s.row_logits()[best.token];
+        const float drawn = s.row_logits()[token];
         float raw_top = -INFINITY;
         for (int i = threadIdx.x; i < s.n_slices(); i += SAMPLE_THREADS)
             raw_top = fmaxf(raw_top, s.slice(i).top);
-        raw_top = block_all(raw_top, Largest());
+        raw_top = block_all(raw_top, larger<float>);
         uint64_t weight = 0;
         for (int i = threadIdx.x; i < s.n_slices(); i += SAMPLE_THREADS) {
-            uint64_t scale = sample_weight(__dsub_rn(double(s.slice(i).top), double(raw_top)));
+            uint64_t scale = sample_weight(__fsub_rn(s.slice(i).top, raw_top));
             double product = __dmul_rn(double(s.slice(i).weight), double(scale));
             weight += uint64_t(__dmul_rn(product, 1.0 / (1LL << WEIGHT_BITS)));
         }
-        double all = __dmul_rn(double(block_all(weight, Sum())), 1.0 / (1LL << WEIGHT_BITS));
+        double all = __dmul_rn(double(block_all(weight, plus)), 1.0 / (1LL << WEIGHT_BITS));
         double gap = __dsub_rn(double(drawn), double(raw_top));
         logprob = float(__dsub_rn(gap, sample_log(all)));
     }
     if (threadIdx.x > 0) return;
-    s.tokens[blockIdx.y] = best.token;
+    s.tokens[blockIdx.y] = token;
     s.logprobs[blockIdx.y] = logprob;
     if (!row.active) return;
-    s.last_tokens[slot] = max(best.token, 0);
-    if (sound && row.adjustment >= 0) s.row_adjustments()[best.token].count++;
-    s.state().top = s.state().lowest = s.state().listed = 0;
+    s.last_tokens[slot] = max(token, 0);
+    if (sound && row.adjustment >= 0) s.row_adjustments()[token].count++;
+    s.state().top = s.state().best = s.state().listed = 0;
 }
 
 // ---------------------------------------------------------------------------------------------

@@ -1889,11 +1889,6 @@ struct Adjustment {                         // sampling.ADJUSTMENT
     float bias;
 };
 
-// p * z + c in two roundings.
-DEVICE double mul_add(double p, double z, double c) {
-    return __dadd_rn(__dmul_rn(p, z), c);
-}
-
 // floor(exp(x) * 2^40), 0 below -REACH; x <= 0. In float32: a GeForce card has 64 times as much of
 // it as of float64.
 DEVICE uint64_t sample_weight(float x) {
@@ -1919,7 +1914,7 @@ DEVICE double sample_log(double v) {
     double s = __ddiv_rn(__dsub_rn(m, 1.0), __dadd_rn(m, 1.0));
     double z = __dmul_rn(s, s);
     double p = 1.0 / 23.0;
-    for (int n = 21; n > 0; n -= 2) p = mul_add(p, z, 1.0 / n);
+    for (int n = 21; n > 0; n -= 2) p = __dadd_rn(__dmul_rn(p, z), 1.0 / n);
     double tail = __dadd_rn(__dmul_rn(__dmul_rn(2.0, s), p), __dmul_rn(double(e), LN2_LOW));
     return __dadd_rn(__dmul_rn(double(e), LN2_HIGH), tail);
 }
@@ -1995,7 +1990,7 @@ DEVICE uint64_t block_sum_before(uint64_t x) {
 }
 
 // Classes of keys, the largest first: -1, bins 0 to BINS - 1, and BINS for what lies behind them.
-constexpr int BINS = SAMPLE_THREADS;
+constexpr int BINS = SAMPLE_THREADS, LISTED = 4096;
 struct SampleBins {
     uint64_t low, high;                     // of the keys in bins
     float top, scale;
@@ -2030,7 +2025,6 @@ struct SampleCut {
 };
 
 // What the blocks of a row tell each other; zero after each call, but for cut, kept and list.
-constexpr int LISTED = 4096;
 struct SampleState {
     unsigned long long top, best;           // the largest key, the best score
     unsigned arrived, listed;               // blocks, keys in `list`
@@ -2106,12 +2100,9 @@ struct Sampler {
         }
     }
 
-    // x of a logit; top is the largest one.
-    DEVICE double scaled_gap(float l, float top) const {
+    // top is the largest logit.
+    DEVICE double x_of(float l, float top) const {
         return __dmul_rn(__dsub_rn(double(l), double(top)), row().inverse_temperature);
-    }
-    DEVICE uint64_t weight(float l, float top) const {
-        return sample_weight(float(scaled_gap(l, top)));
     }
 
     // The Philox words of token id and of the three that share its call; that of id alone.
@@ -2126,7 +2117,7 @@ struct Sampler {
     // x + noise in fixed point, then ~id; 0 if min_p drops the token.
     DEVICE uint64_t score(float l, float top, uint32_t word, int id) const {
         if (__dsub_rn(double(l), double(top)) < row().min_gap) return 0;
-        double score = __dadd_rn(__dadd_rn(scaled_gap(l, top), gumbel(word)), 32.0);
+        double score = __dadd_rn(__dadd_rn(x_of(l, top), gumbel(word)), 32.0);
         return uint64_t(__dmul_rn(score, double(1LL << SCORE_BITS))) << ID_BITS | (MOST_ID - id);
     }
 
@@ -2184,7 +2175,7 @@ __device__ void sample_histogram(const Sampler& s, const SampleBins& bins, int b
         for (int j = 0; j < 4; j++) {
             int bin = bins(sample_key(l[j], id + j));
             if (bin < 0 || bin >= BINS) continue;
-            uint64_t weight = s.weight(l[j], bins.top);
+            uint64_t weight = sample_weight(float(s.x_of(l[j], bins.top)));
             uint32_t low = uint32_t(weight), old = atomicAdd(&lower[bin], low);
             atomicAdd(&upper[bin], uint32_t(weight >> 32) + (old + low < old));     // the carry
             atomicAdd(&counts[bin], 1u);
@@ -2208,10 +2199,9 @@ KERNEL __launch_bounds__(SAMPLE_THREADS, 2)
 sample_cut(const Sampler s) {
     follow_predecessor();
     const SampleRow& row = s.row();
-    if (!row.active || row.inverse_temperature == 0.0 || !s.filters()) return;
     SampleState& state = s.state();
     const float top = logit_of_key(state.top);
-    if (!isfinite(top)) return;
+    if (!row.active || row.inverse_temperature == 0.0 || !s.filters() || !isfinite(top)) return;
     const float scale = float((BINS - 1) / REACH * row.inverse_temperature);
     const SampleBins bins{0, state.top + 1, top, scale, -1};
     sample_histogram(s, bins, blockIdx.x, gridDim.x);
@@ -2265,7 +2255,6 @@ __device__ uint64_t sample_best(const Sampler& s, float top, int top_id) {
     const float reach =
         -1.001f * (top_word >> 31 ? log1pf(-miss(top_word)) : logf(miss(~top_word)));
     const float inverse = float(s.row().inverse_temperature);
-    const bool filters = s.filters();
     const SampleBins bins = state.cut.bins;
     const int last = state.cut.bin, first = state.kept ? last : -1;     // in the list
     uint64_t best = 0;
@@ -2273,7 +2262,7 @@ __device__ uint64_t sample_best(const Sampler& s, float top, int top_id) {
         const uint4 w = s.words(id);
         const uint32_t word[4] = {w.x, w.y, w.z, w.w};
         for (int j = 0; j < 4; j++) {
-            if (filters) {
+            if (s.filters()) {
                 uint64_t key = sample_key(l[j], id + j);
                 int bin = bins(key);
                 if (bin >= first && bin <= last) state.list[atomicAdd(&state.listed, 1u)] = key;
@@ -2308,7 +2297,7 @@ __device__ uint64_t sample_listed(const Sampler& s, float top) {
     if (row.top_k) n = min(uint64_t(n), row.top_k - state.cut.before.count);
     const int each = (size + SAMPLE_THREADS - 1) / SAMPLE_THREADS, first = each * threadIdx.x;
     const int end = min(n, first + each);
-    auto weight = [&](int i) { return s.weight(logit_of_key(keys[i]), top); };
+    auto weight = [&](int i) { return sample_weight(float(s.x_of(logit_of_key(keys[i]), top))); };
     uint64_t mine = 0, best = 0;
     for (int i = first; i < end; i++) mine += weight(i);
     uint64_t kept = state.kept ? state.kept : block_all(mine, plus);

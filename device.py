@@ -20,6 +20,7 @@ from gguf import quants
 
 from errors import DeviceError
 from kv import PAGE, Batch, state_layout
+from sampling import SLICE
 
 try:
     from cuda.bindings import driver
@@ -177,6 +178,7 @@ WIDEST_HEAD = 128  # for which there are wide tiles
 SEGMENT = 256  # positions under one running softmax
 PARTS_LIMIT = 1 << 28  # bytes of scratch for segments that wait to be merged
 ROW_THREADS = 1024  # of the kernels that hold a row in a block
+SAMPLE_THREADS, SAMPLE_STATE_BYTES, SAMPLE_SLICE_BYTES = 512, 39016, 16  # as in kernels.cu
 DELTA_DIM = 128  # values of a head in the gated delta net
 
 # How kernels.cu holds weights of a format (see `Packed` there), in the order of enum WeightFormat:
@@ -1008,11 +1010,18 @@ class Device:
         The tokens are also kept for rows of the next step that ask for the last one of their slot.
         """
         rows, n_vocab = logits.shape
+        n_slices = -(-n_vocab // SLICE)
         tokens = self.buffer("sample_tokens", (rows,), np.int32)
         logprobs = self.buffer("sample_logprobs", (rows,), np.float32)
-        self.launch("sample", (rows,), 1024,
-                    (logits, draws, self.adjustments, tokens, logprobs, self.last_tokens(batch),
-                     batch.slots, batch.logit_rows, n_vocab))
+        args = (logits, draws, self.adjustments,
+                self.buffer("sample_state", (rows, SAMPLE_STATE_BYTES), np.uint8),
+                self.buffer("sample_slices", (rows, n_slices, SAMPLE_SLICE_BYTES), np.uint8),
+                tokens, self.last_tokens(batch), logprobs, batch.slots, batch.logit_rows, n_vocab)
+        self.launch("sample_slices", (-(-n_slices // 4), rows), 128, args)
+        # Four tokens a thread, or more with many rows: it does not change what the blocks find.
+        blocks = max(1, min(-(-n_slices // 4), 2 * self.multiprocessors // max(rows, 1)))
+        for name in "sample_cut", "sample":
+            self.launch(name, (blocks, rows), SAMPLE_THREADS, args)
         return tokens, logprobs
 
     def last_tokens(self, batch):

@@ -1866,12 +1866,13 @@ KERNEL sigmoid_gate(uint4* x, const float* qkv, int cols, int stride, int qkv_co
 
 // ---------------------------------------------------------------------------------------------
 // Sampling: sampling.py is the definition, its docstring the explanation. Every number below is
-// either exact (integers, keys) or one rounded float64 operation after another, as written there.
+// either exact (integers, keys) or one rounded operation after another, as written there.
 // ---------------------------------------------------------------------------------------------
 
-constexpr int SAMPLE_THREADS = 1024;
+constexpr int SAMPLE_THREADS = 512, SAMPLE_WARPS = SAMPLE_THREADS / 32;
+constexpr int SLICE = 512, SLICE_THREADS = 128;     // tokens of a warp of sample_slices; its blocks
 constexpr double REACH = 28.0;
-constexpr int WEIGHT_BITS = 40;
+constexpr int WEIGHT_BITS = 40, SCORE_BITS = 38, ID_BITS = 20, MOST_ID = (1 << ID_BITS) - 1;
 constexpr double LN2_HIGH = 6.93147180369123816490e-01, LN2_LOW = 1.90821492927058770002e-10;
 
 struct SampleRow {                          // sampling.ROW
@@ -1888,22 +1889,17 @@ struct Adjustment {                         // sampling.ADJUSTMENT
     float bias;
 };
 
-// p * z + c in two roundings.
-DEVICE double mul_add(double p, double z, double c) {
-    return __dadd_rn(__dmul_rn(p, z), c);
-}
-
-// floor(exp(x) * 2^40), 0 below -REACH; x <= 0.
-DEVICE uint64_t sample_weight(double x) {
-    if (x < -REACH) return 0;
-    double k = rint(__dmul_rn(x, 1.4426950408889634));
-    double r = __dsub_rn(__dsub_rn(x, __dmul_rn(k, LN2_HIGH)), __dmul_rn(k, LN2_LOW));
-    constexpr double FACTORIALS[] = {1,    1,     2,      6,       24,       120,       720,
-                                     5040, 40320, 362880, 3628800, 39916800, 479001600, 6227020800};
-    double p = 1.0 / FACTORIALS[13];
-    for (int n = 12; n >= 0; n--) p = mul_add(p, r, 1.0 / FACTORIALS[n]);  // Taylor terms
-    double power = __longlong_as_double((long long)(int(k) + 1023 + WEIGHT_BITS) << 52);
-    return uint64_t(__dmul_rn(p, power));
+// floor(exp(x) * 2^40), 0 below -REACH; x <= 0. In float32: a GeForce card has 64 times as much of
+// it as of float64.
+DEVICE uint64_t sample_weight(float x) {
+    if (!(x >= float(-REACH))) return 0;    // NaN too: -inf less -inf
+    float k = rintf(__fmul_rn(x, 1.44269504f));
+    float r = __fsub_rn(__fsub_rn(x, __fmul_rn(k, 0.693145751953125f)),
+                        __fmul_rn(k, 1.42860677e-6f));
+    constexpr double FACTORIALS[] = {1, 1, 2, 6, 24, 120, 720, 5040};
+    float p = float(1.0 / FACTORIALS[7]);
+    for (int n = 6; n >= 0; n--) p = __fadd_rn(__fmul_rn(p, r), float(1.0 / FACTORIALS[n]));
+    return uint64_t(__fmul_rn(p, __int_as_float(int(k) + 127 + WEIGHT_BITS << 23)));
 }
 
 // Natural logarithm of a positive, normal v.
@@ -1918,7 +1914,7 @@ DEVICE double sample_log(double v) {
     double s = __ddiv_rn(__dsub_rn(m, 1.0), __dadd_rn(m, 1.0));
     double z = __dmul_rn(s, s);
     double p = 1.0 / 23.0;
-    for (int n = 21; n > 0; n -= 2) p = mul_add(p, z, 1.0 / n);
+    for (int n = 21; n > 0; n -= 2) p = __dadd_rn(__dmul_rn(p, z), 1.0 / n);
     double tail = __dadd_rn(__dmul_rn(__dmul_rn(2.0, s), p), __dmul_rn(double(e), LN2_LOW));
     return __dadd_rn(__dmul_rn(double(e), LN2_HIGH), tail);
 }
@@ -1942,16 +1938,6 @@ DEVICE double gumbel(uint32_t word) {
     return -sample_log(-sample_log(u));
 }
 
-// The same in float32, within 5e-6: -log(u) keeps a relative error below 4e-7 if words near 2^32 go
-// through log1p of the distance to 1; the outer log makes that an absolute error and, being at most
-// 23, adds 2e-6 of its own.
-DEVICE float rough_gumbel(uint32_t word) {
-    constexpr float unit = 1.0f / 4294967296.0f;
-    float y = word < 0x80000000u ? logf((float(word) + 0.5f) * unit)
-                                 : log1pf(-(float(~word) + 0.5f) * unit);
-    return -logf(-y);
-}
-
 // uint32 in the order of the floats; -0 and 0 are equal, NaN is above all.
 DEVICE uint32_t float_rank(float x) {
     if (x != x) return 0xffffffffu;
@@ -1963,247 +1949,414 @@ DEVICE float float_of_rank(uint32_t rank) {
     return __uint_as_float(rank >> 31 ? rank & 0x7fffffffu : ~rank);
 }
 
-// Every thread of the block gets op over all threads' x; op is exact and commutative.
+// Ranking by logit descending, then id ascending: the larger key comes first.
+DEVICE uint64_t sample_key(float logit, int id) {
+    return uint64_t(float_rank(logit)) << 32 | uint32_t(~id);
+}
+DEVICE float logit_of_key(uint64_t key) { return float_of_rank(uint32_t(key >> 32)); }
+DEVICE int id_of_key(uint64_t key) { return int(~uint32_t(key)); }
+
+template <class T>
+DEVICE T larger(T a, T b) { return a > b ? a : b; }
+DEVICE uint64_t plus(uint64_t a, uint64_t b) { return a + b; }
+
+// Every thread gets op over the x of its warp, or of its block; op is exact and commutative.
+template <class T, class Op>
+DEVICE T warp_all(T x, Op op, int lanes = 32) {
+    for (int o = lanes / 2; o > 0; o >>= 1) x = op(x, __shfl_xor_sync(ALL_LANES, x, o));
+    return x;
+}
 template <class T, class Op>
 DEVICE T block_all(T x, Op op) {
-    __shared__ T partial[SAMPLE_THREADS / 32];
-    for (int o = 16; o > 0; o >>= 1) x = op(x, __shfl_xor_sync(ALL_LANES, x, o));
+    __shared__ T partial[SAMPLE_WARPS];
+    x = warp_all(x, op);
     __syncthreads();                        // an earlier result has been read by all
     if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = x;
     __syncthreads();
-    x = partial[threadIdx.x % 32];
-    for (int o = 16; o > 0; o >>= 1) x = op(x, __shfl_xor_sync(ALL_LANES, x, o));
-    return x;
+    return warp_all(partial[threadIdx.x % SAMPLE_WARPS], op, SAMPLE_WARPS);
 }
 
-template <class T>
-DEVICE T block_max(T x) {
-    return block_all(x, [](T a, T b) { return a > b ? a : b; });
-}
-
-DEVICE uint64_t block_sum(uint64_t x) {
-    return block_all(x, [](uint64_t a, uint64_t b) { return a + b; });
-}
-
-// The logits of one row as the sampler sees them: penalties and bias are applied on every read.
-struct SampleValues {
-    const float* logits;
-    const Adjustment* adjustments;          // of this row, or null
-    float repetition, presence, frequency;
-
-    DEVICE float operator()(int id) const {
-        float l = logits[id];
-        if (adjustments == nullptr) return l;
-        Adjustment a = adjustments[id];
-        if (a.count) l = l > 0.0f ? __fdiv_rn(l, repetition) : __fmul_rn(l, repetition);
-        uint32_t said = a.count & 0x7fffffffu;
-        if (said)
-            l = __fsub_rn(__fsub_rn(l, presence), __fmul_rn(frequency, __uint2float_rn(said)));
-        return __fadd_rn(l, a.bias);
+// Sum of the x of the threads before this one.
+DEVICE uint64_t block_sum_before(uint64_t x) {
+    __shared__ uint64_t sums[SAMPLE_THREADS];
+    uint64_t up_to = x;
+    for (int o = 1; o < SAMPLE_THREADS; o *= 2) {
+        __syncthreads();
+        sums[threadIdx.x] = up_to;
+        __syncthreads();
+        if (threadIdx.x >= o) up_to += sums[threadIdx.x - o];
     }
+    return up_to - x;
+}
 
-    // Ranking by logit descending, then id ascending: the larger key comes first.
-    DEVICE uint64_t key(int id) const {
-        return uint64_t(float_rank((*this)(id))) << 32 | uint32_t(~id);
-    }
-};
-
-// Sums over tokens that share a digit of their key. A weight is three limbs of 14 bits, so that the
-// adds are native 32-bit atomics and 2^18 tokens cannot overflow one; the fourth counts the tokens.
-// Lanes spread over 8 copies.
-constexpr int BINS = 256, BIN_COPIES = 8, LIMBS = 4, LIMB_BITS = 14;
+// Classes of keys, the largest first: -1, bins 0 to BINS - 1, and BINS for what lies behind them.
+constexpr int BINS = SAMPLE_THREADS, LISTED = 4096;
 struct SampleBins {
-    uint32_t limb[LIMBS][BINS][BIN_COPIES];
-    uint64_t sum[BINS], before;             // from here on the highest digit comes first
-    bool single[BINS];
-    int chosen;
+    uint64_t low, high;                     // of the keys in bins
+    float top, scale;
+    int shift;                              // bins of 2^shift keys; -1: by distance from `top`
+
+    DEVICE int operator()(uint64_t key) const {
+        if (key < low || key >= high) return key < low ? BINS : -1;
+        if (shift >= 0) return int(high - 1 - key >> shift);
+        float depth = (top - logit_of_key(key)) * scale;
+        return depth < BINS ? int(depth) : BINS;    // NaN: BINS
+    }
+
+    // The lowest key in a bin up to `bin`.
+    DEVICE uint64_t lowest_key(int bin) const {
+        uint64_t lowest = low, highest = high;
+        while (lowest < highest) {
+            uint64_t middle = lowest + (highest - lowest) / 2;
+            if ((*this)(middle) <= bin) highest = middle;
+            else lowest = middle + 1;
+        }
+        return lowest;
+    }
 };
 
-// Lowest key that a filter keeps, in every thread. Of the tokens with key >= floor, in the order of
-// the ranking, it keeps those before whom the weights sum to less than limit_of(sum of all), which
-// is at least 1 and at most that sum. Radix select, 8 bits of the key a pass; once the deciding
-// token is alone in its bin, the bin's lowest key does.
-template <class Weight, class Limit>
-__device__ uint64_t sample_cut(SampleBins& bins, const SampleValues& values, int n_vocab,
-                               uint64_t floor, Weight weight_of, Limit limit_of) {
-    uint64_t prefix = 0;                    // leading digits of the deciding token
-    uint64_t before = 0, limit = 0;         // weights of what is surely kept; known to warp 0
-    for (int shift = 56;; shift -= 8) {
-        for (int i = threadIdx.x; i < LIMBS * BINS * BIN_COPIES; i += SAMPLE_THREADS)
-            (&bins.limb[0][0][0])[i] = 0;
-        __syncthreads();
-        for (int id = threadIdx.x; id < n_vocab; id += SAMPLE_THREADS) {
-            uint64_t key = values.key(id);
-            if (key < floor || (shift < 56 && key >> (shift + 8) != prefix)) continue;
-            uint64_t weight = weight_of(id);
-            // Weightless tokens come last, out of reach of the noise: it is all the same whether
-            // one shares the bin of the deciding token.
-            if (weight == 0) continue;
-            weight |= 1ull << 3 * LIMB_BITS;
-            int digit = int(key >> shift) & (BINS - 1), copy = threadIdx.x % BIN_COPIES;
-            for (int part = 0; part < LIMBS; part++) {
-                uint32_t limb = uint32_t(weight >> (part * LIMB_BITS)) & ((1u << LIMB_BITS) - 1);
-                if (limb) atomicAdd(&bins.limb[part][digit][copy], limb);
-            }
-        }
-        __syncthreads();
-        if (threadIdx.x < BINS) {           // fold the copies; sum[0] is of the highest digit
-            int digit = BINS - 1 - int(threadIdx.x);
-            uint64_t sum = 0;
-            uint32_t count = 0;
-            for (int copy = 0; copy < BIN_COPIES; copy++) {
-                count += bins.limb[3][digit][copy];
-                for (int part = 0; part < 3; part++)
-                    sum += uint64_t(bins.limb[part][digit][copy]) << (part * LIMB_BITS);
-            }
-            bins.sum[threadIdx.x] = sum;
-            bins.single[threadIdx.x] = count == 1;
-        }
-        __syncthreads();
-        if (threadIdx.x < 32) {             // find the bin in which the sum reaches the limit
-            constexpr int PER_LANE = BINS / 32;
-            uint64_t mine = 0;
-            for (int j = 0; j < PER_LANE; j++) mine += bins.sum[threadIdx.x * PER_LANE + j];
-            uint64_t up_to = mine;          // inclusive sum over the lanes
-            for (int o = 1; o < 32; o <<= 1) {
-                uint64_t left = __shfl_up_sync(ALL_LANES, up_to, o);
-                if (int(threadIdx.x) >= o) up_to += left;
-            }
-            if (shift == 56) limit = limit_of(__shfl_sync(ALL_LANES, up_to, 31));
-            uint64_t sum = before + up_to - mine;
-            for (int j = 0; j < PER_LANE; j++) {
-                int bin = threadIdx.x * PER_LANE + j;
-                if (sum < limit && limit <= sum + bins.sum[bin]) {
-                    bins.chosen = bin;
-                    bins.before = sum;
-                }
-                sum += bins.sum[bin];
-            }
-        }
-        __syncthreads();
-        prefix = prefix << 8 | uint32_t(BINS - 1 - bins.chosen);
-        before = bins.before;
-        if (bins.single[bins.chosen] || shift == 0) return max(prefix << shift, floor);
+struct SampleSums { uint64_t count, weight; };      // of some tokens
+
+// A filter ends in bin `bin`; sums of the tokens before this bin and in it.
+struct SampleCut {
+    SampleBins bins;
+    int bin;
+    SampleSums before, inside;
+};
+
+// What the blocks of a row tell each other; zero after each call, but for cut, kept and list.
+struct SampleState {
+    unsigned long long top, best;           // the largest key, the best score
+    unsigned arrived, listed;               // blocks, keys in `list`
+    SampleCut cut;
+    uint64_t kept;                          // weight of what top_k keeps; 0: look into the list
+    unsigned long long weights[BINS];
+    unsigned counts[BINS];
+    uint64_t list[LISTED];                  // keys in the bin of the cut; if kept is 0, up to it
+};
+static_assert(sizeof(SampleState) == 39016, "device.SAMPLE_STATE_BYTES");
+
+struct SampleSlice {
+    uint64_t weight;                        // of the raw logits, relative to their largest, `top`
+    float top;
+};
+
+// The parameters of the three kernels, and the row of a block as the sampler sees it.
+struct Sampler {
+    const float* logits;                    // [rows, n_vocab]
+    const SampleRow* draws;                 // [rows]
+    Adjustment* adjustments;                // [slots, n_vocab]
+    SampleState* states;                    // [rows]
+    SampleSlice* slices;                    // [rows, slices]
+    int *tokens, *last_tokens;              // [rows], [slots]
+    float* logprobs;                        // [rows]
+    const int *slots, *logit_rows;
+    Int n_vocab;
+
+    DEVICE const SampleRow& row() const { return draws[blockIdx.y]; }
+    DEVICE SampleState& state() const { return states[blockIdx.y]; }
+    DEVICE int n_slices() const { return (n_vocab + SLICE - 1) / SLICE; }
+    DEVICE SampleSlice& slice(int i) const { return slices[blockIdx.y * n_slices() + i]; }
+    DEVICE const float* row_logits() const { return logits + size_t(blockIdx.y) * n_vocab; }
+    DEVICE Adjustment* row_adjustments() const {
+        return row().adjustment < 0 ? nullptr : adjustments + size_t(row().adjustment) * n_vocab;
     }
+    DEVICE bool filters() const { return row().top_k || row().top_p; }
+
+    // Four logits as they are in memory; behind the last one -inf.
+    DEVICE void read_raw(int id, float (&l)[4]) const {
+        const float* from = row_logits() + id;
+        if (n_vocab % 4 == 0 && id < n_vocab) {
+            float4 four = *reinterpret_cast<const float4*>(from);
+            l[0] = four.x, l[1] = four.y, l[2] = four.z, l[3] = four.w;
+        } else {
+            for (int j = 0; j < 4; j++) l[j] = id + j < n_vocab ? from[j] : -INFINITY;
+        }
+    }
+
+    // Penalties and bias.
+    DEVICE void adjust(int id, float (&l)[4]) const {
+        const Adjustment* from = row_adjustments();
+        for (int j = 0; j < 4 && from != nullptr && id + j < n_vocab; j++) {
+            Adjustment a = from[id + j];
+            float by = row().repetition;
+            uint32_t said = a.count & 0x7fffffffu;
+            if (a.count) l[j] = l[j] > 0.0f ? __fdiv_rn(l[j], by) : __fmul_rn(l[j], by);
+            by = __fmul_rn(row().frequency, __uint2float_rn(said));
+            if (said) l[j] = __fsub_rn(__fsub_rn(l[j], row().presence), by);
+            l[j] = __fadd_rn(l[j], a.bias);
+        }
+    }
+
+    // Calls visit(id, logit[4]) for this thread's tokens, if the row is read by `blocks` blocks.
+    template <class Visit>
+    DEVICE void visit(int block, int blocks, Visit visit) const {
+        for (int id = 4 * (SAMPLE_THREADS * block + threadIdx.x); id < n_vocab;
+             id += 4 * SAMPLE_THREADS * blocks) {
+            float l[4];
+            read_raw(id, l);
+            adjust(id, l);
+            visit(id, l);
+        }
+    }
+
+    // top is the largest logit.
+    DEVICE double x_of(float l, float top) const {
+        return __dmul_rn(__dsub_rn(double(l), double(top)), row().inverse_temperature);
+    }
+
+    // The Philox words of token id and of the three that share its call; that of id alone.
+    DEVICE uint4 words(int id) const {
+        return philox(row().seed, make_uint4(row().position, row().choice, uint32_t(id) / 4, 0));
+    }
+    DEVICE uint32_t word(int id) const {
+        uint4 w = words(id);
+        return id & 2 ? (id & 1 ? w.w : w.z) : (id & 1 ? w.y : w.x);
+    }
+
+    // x + noise in fixed point, then ~id; 0 if min_p drops the token.
+    DEVICE uint64_t score(float l, float top, uint32_t word, int id) const {
+        if (__dsub_rn(double(l), double(top)) < row().min_gap) return 0;
+        double score = __dadd_rn(__dadd_rn(x_of(l, top), gumbel(word)), 32.0);
+        return uint64_t(__dmul_rn(score, double(1LL << SCORE_BITS))) << ID_BITS | (MOST_ID - id);
+    }
+
+    // True in the block that is the last of its row to call this: it sees what the others wrote.
+    DEVICE bool last_of_row() const {
+        __shared__ bool last;
+        __syncthreads();
+        if (threadIdx.x == 0) {             // its fences are for all: the barriers order the block
+            __threadfence();
+            last = atomicInc(&state().arrived, gridDim.x - 1) == gridDim.x - 1;     // then 0 again
+            __threadfence();
+        }
+        __syncthreads();
+        return last;
+    }
+};
+
+// First of three launches: the largest key of the row; of each slice, the raw logits' largest and
+// their weights relative to it.
+// PRECOND: grid (slices / 4, rows), block SLICE_THREADS; of the others: grid (any, rows), block
+// SAMPLE_THREADS. n_vocab <= 2^20, no two active rows share a slot.
+KERNEL __launch_bounds__(SLICE_THREADS)
+sample_slices(const Sampler s) {
+    follow_predecessor();
+    const int slice = (SLICE_THREADS * blockIdx.x + threadIdx.x) / 32;
+    const int first = SLICE * slice + 4 * (threadIdx.x % 32);
+    float raw[SLICE / 128][4], raw_top = -INFINITY;
+    for (int i = 0; i < SLICE / 128; i++) s.read_raw(first + 128 * i, raw[i]);
+    if (!s.row().active || slice >= s.n_slices()) return;
+    uint64_t top = 0, weight = 0;
+    for (int i = 0; i < SLICE / 128; i++) {
+        float l[4];
+        for (int j = 0; j < 4; j++) raw_top = fmaxf(raw_top, l[j] = raw[i][j]);
+        s.adjust(first + 128 * i, l);
+        for (int j = 0; j < 4; j++) top = max(top, sample_key(l[j], first + 128 * i + j));
+    }
+    raw_top = warp_max(raw_top);
+    for (int i = 0; i < SLICE / 128; i++)
+        for (int j = 0; j < 4; j++) weight += sample_weight(__fsub_rn(raw[i][j], raw_top));
+    weight = warp_all(weight, plus);
+    top = warp_all(top, larger<uint64_t>);
+    if (threadIdx.x % 32 > 0) return;
+    s.slice(slice) = {weight, raw_top};
+    atomicMax(&s.state().top, (unsigned long long)top);
 }
 
-// Calls visit(id, logit, Philox word) for the tokens with key >= floor. Four share a Philox call.
-template <class Visit>
-DEVICE void sample_survivors(const SampleValues& values, const SampleRow& row, int n_vocab,
-                             uint64_t floor, Visit visit) {
-    for (int id = 4 * threadIdx.x; id < n_vocab; id += 4 * SAMPLE_THREADS) {
-        bool keeps[4], any = false;
-        for (int j = 0; j < 4; j++)
-            any |= keeps[j] = id + j < n_vocab && values.key(id + j) >= floor;
-        if (!any) continue;
-        uint4 words = philox(row.seed, make_uint4(row.position, row.choice, uint32_t(id) / 4, 0));
-        uint32_t word[4] = {words.x, words.y, words.z, words.w};
-        for (int j = 0; j < 4; j++)
-            if (keeps[j]) visit(id + j, values(id + j), word[j]);
-    }
+// Adds the tokens that this block takes to the sums of their bins.
+__device__ void sample_histogram(const Sampler& s, const SampleBins& bins, int block, int blocks) {
+    // Shared memory has native atomics of 32 bits only: a weight is two words.
+    __shared__ uint32_t lower[BINS], upper[BINS], counts[BINS];
+    const int own = threadIdx.x;
+    lower[own] = upper[own] = counts[own] = 0;
+    __syncthreads();
+    s.visit(block, blocks, [&](int id, const float (&l)[4]) {
+        for (int j = 0; j < 4; j++) {
+            int bin = bins(sample_key(l[j], id + j));
+            if (bin < 0 || bin >= BINS) continue;
+            uint64_t weight = sample_weight(float(s.x_of(l[j], bins.top)));
+            uint32_t low = uint32_t(weight), old = atomicAdd(&lower[bin], low);
+            atomicAdd(&upper[bin], uint32_t(weight >> 32) + (old + low < old));     // the carry
+            atomicAdd(&counts[bin], 1u);
+        }
+    });
+    __syncthreads();
+    if (counts[own] == 0) return;
+    atomicAdd(&s.state().counts[own], counts[own]);
+    atomicAdd(&s.state().weights[own], (unsigned long long)upper[own] << 32 | lower[own]);
 }
 
-// Token id, in every thread: the row's filters, then the argmax of x + noise. top = largest logit.
-__device__ int sample_draw(SampleBins& bins, const SampleValues& values, const SampleRow& row,
-                           int n_vocab, float top) {
-    auto x_of = [&](float l) {
-        return __dmul_rn(__dsub_rn(double(l), double(top)), row.inverse_temperature);
+DEVICE uint64_t top_p_limit(uint32_t top_p, uint64_t kept) {    // ceil(top_p * kept / 2^32)
+    uint64_t p = top_p, low = p * uint32_t(kept);
+    return p * (kept >> 32) + (low >> 32) + (uint32_t(low) != 0);
+}
+
+// Second launch, for rows with top_k or top_p: a bin in which the filters end, with so few tokens
+// that a list can hold them. One histogram of the row tells, but for more equal logits than that
+// and for top_p after a top_k of thousands: there one block goes on with finer bins.
+KERNEL __launch_bounds__(SAMPLE_THREADS, 2)
+sample_cut(const Sampler s) {
+    follow_predecessor();
+    const SampleRow& row = s.row();
+    SampleState& state = s.state();
+    const float top = logit_of_key(state.top);
+    if (!row.active || row.inverse_temperature == 0.0 || !s.filters() || !isfinite(top)) return;
+    const float scale = float((BINS - 1) / REACH * row.inverse_temperature);
+    const SampleBins bins{0, state.top + 1, top, scale, -1};
+    sample_histogram(s, bins, blockIdx.x, gridDim.x);
+    if (!s.last_of_row()) return;
+
+    __shared__ SampleCut found;
+    auto take_sums = [&] {                  // of this thread's bin
+        return SampleSums{atomicExch(&state.counts[threadIdx.x], 0u),
+                          atomicExch(&state.weights[threadIdx.x], 0ull)};
     };
-    uint64_t floor = 0;
-    if (row.top_k > 0 && row.top_k < n_vocab)
-        floor = sample_cut(
-            bins, values, n_vocab, floor, [](int) { return uint64_t(1); },
-            [&](uint64_t) { return uint64_t(row.top_k); });
-    if (row.top_p > 0)
-        floor = sample_cut(
-            bins, values, n_vocab, floor, [&](int id) { return sample_weight(x_of(values(id))); },
-            [&](uint64_t all) {             // ceil(top_p * all / 2^32), in 64 bits
-                uint64_t p = row.top_p, low = p * uint32_t(all);
-                return p * (all >> 32) + (low >> 32) + (uint32_t(low) != 0);
-            });
-
-    // The lowest float that min_p keeps, by bisection: gap >= min_gap is monotone in the logit.
-    uint32_t lowest = 0, highest = float_rank(top);
-    while (lowest < highest) {
-        uint32_t middle = lowest + (highest - lowest) / 2;
-        if (__dsub_rn(double(float_of_rank(middle)), double(top)) >= row.min_gap) highest = middle;
-        else lowest = middle + 1;
+    const SampleSums first = take_sums();
+    // The bin in which the count, or the weight, reaches `limit`, or the last one.
+    auto find = [&](bool by_weight, uint64_t limit) {
+        SampleCut cut{bins};
+        for (SampleSums own = first;; own = take_sums()) {
+            SampleSums before{cut.before.count + block_sum_before(own.count),
+                              cut.before.weight + block_sum_before(own.weight)};
+            uint64_t start = by_weight ? before.weight : before.count;
+            uint64_t end = start + (by_weight ? own.weight : own.count);
+            if (start < limit && (limit <= end || threadIdx.x == BINS - 1))
+                found = {cut.bins, int(threadIdx.x), before, own};
+            __syncthreads();
+            cut = found;
+            uint64_t up_to = cut.before.count + cut.inside.count;
+            if (by_weight ? cut.inside.count <= LISTED : up_to <= max(limit, uint64_t(LISTED)))
+                return cut;
+            cut.bins = {cut.bins.lowest_key(cut.bin), cut.bins.lowest_key(cut.bin - 1), top};
+            while (cut.bins.high - 1 - cut.bins.low >> cut.bins.shift >= BINS) cut.bins.shift++;
+            sample_histogram(s, cut.bins, 0, 1);
+            __syncthreads();
+        }
+    };
+    uint64_t kept = block_all(first.weight, plus);
+    SampleCut cut;
+    if (row.top_k) {
+        cut = find(false, row.top_k);
+        kept = cut.before.weight + cut.inside.weight;
+        if (cut.before.count + cut.inside.count <= LISTED) kept = 0, cut.before = {};
     }
-    floor = max(floor, uint64_t(lowest) << 32);
+    if (row.top_p && kept) cut = find(true, top_p_limit(row.top_p, kept));
+    if (threadIdx.x == 0) state.cut = cut, state.kept = kept;
+}
 
-    // Scores in float32 are within 2e-5 of the truth (x is above -28.1 here), so what is 1e-3
-    // behind the best of them cannot win; the rest, mostly one token, is scored exactly.
-    float inverse = float(row.inverse_temperature), best = -INFINITY;
-    auto rough = [&](float l, uint32_t word) { return (l - top) * inverse + rough_gumbel(word); };
-    sample_survivors(values, row, n_vocab, floor, [&](int, float l, uint32_t word) {
-        best = fmaxf(best, rough(l, word));
-    });
-    float close = block_max(best) - 1e-3f;
-
-    double score = -INFINITY;
-    int token = -1;
-    sample_survivors(values, row, n_vocab, floor, [&](int id, float l, uint32_t word) {
-        if (rough(l, word) < close) return;
-        double exact = __dadd_rn(x_of(l), gumbel(word));
-        if (exact > score) {                // ids ascend within a thread: the lower one stays
-            score = exact;
-            token = id;
+// The best score of a thread's tokens before the list. Those in the bins of the list go there.
+__device__ uint64_t sample_best(const Sampler& s, float top, int top_id) {
+    SampleState& state = s.state();
+    auto miss = [](uint32_t word) { return (float(~word) + 0.5f) * (1.0f / 4294967296.0f); };
+    // The largest logit scores its noise. Another token wins if -log(u) <= exp(x) * -log(u of the
+    // largest), and 1 - u is below its -log(u). In float32 both sides are good to 1e-4.
+    const uint32_t top_word = s.word(top_id);
+    const float reach =
+        -1.001f * (top_word >> 31 ? log1pf(-miss(top_word)) : logf(miss(~top_word)));
+    const float inverse = float(s.row().inverse_temperature);
+    const SampleBins bins = state.cut.bins;
+    const int last = state.cut.bin, first = state.kept ? last : -1;     // in the list
+    uint64_t best = 0;
+    s.visit(blockIdx.x, gridDim.x, [&](int id, const float (&l)[4]) {
+        const uint4 w = s.words(id);
+        const uint32_t word[4] = {w.x, w.y, w.z, w.w};
+        for (int j = 0; j < 4; j++) {
+            if (s.filters()) {
+                uint64_t key = sample_key(l[j], id + j);
+                int bin = bins(key);
+                if (bin >= first && bin <= last) state.list[atomicAdd(&state.listed, 1u)] = key;
+                if (bin >= first) continue;
+            }
+            if (miss(word[j]) <= __expf((l[j] - top) * inverse) * reach)
+                best = max(best, s.score(l[j], top, word[j], id + j));
         }
     });
-    double winner = block_max(score);
-    return int(~block_max(score == winner && token >= 0 ? ~uint32_t(token) : 0u));
+    return best;
+}
+
+// The best score of a thread's tokens of the list, of those that the filters keep.
+__device__ uint64_t sample_listed(const Sampler& s, float top) {
+    __shared__ uint64_t keys[LISTED];
+    const SampleState& state = s.state();
+    const SampleRow& row = s.row();
+    int n = state.listed, size = 64;
+    while (size < n) size *= 2;
+    for (int i = threadIdx.x; i < size; i += SAMPLE_THREADS) keys[i] = i < n ? state.list[i] : 0;
+    for (int run = 2; run <= size; run *= 2)        // bitonic sort, the largest key first
+        for (int step = run / 2; step > 0; step /= 2) {
+            __syncthreads();
+            for (int i = threadIdx.x; i < size / 2; i += SAMPLE_THREADS) {
+                int left = 2 * i - (i & step - 1), right = left + step;
+                uint64_t a = keys[left], b = keys[right];
+                if ((a < b) == ((left & run) == 0)) keys[left] = b, keys[right] = a;
+            }
+        }
+    __syncthreads();
+
+    if (row.top_k) n = min(uint64_t(n), row.top_k - state.cut.before.count);
+    const int each = (size + SAMPLE_THREADS - 1) / SAMPLE_THREADS, first = each * threadIdx.x;
+    const int end = min(n, first + each);
+    auto weight = [&](int i) { return sample_weight(float(s.x_of(logit_of_key(keys[i]), top))); };
+    uint64_t mine = 0, best = 0;
+    for (int i = first; i < end; i++) mine += weight(i);
+    uint64_t kept = state.kept ? state.kept : block_all(mine, plus);
+    uint64_t limit = row.top_p ? top_p_limit(row.top_p, kept) : ~0ull;
+    uint64_t before = state.cut.before.weight + block_sum_before(mine);
+    for (int i = first; i < end && before < limit; before += weight(i++)) {
+        int id = id_of_key(keys[i]);
+        best = max(best, s.score(logit_of_key(keys[i]), top, s.word(id), id));
+    }
+    return best;
 }
 
 // tokens[row], logprobs[row] = sampling.sample(logits[row] (n_vocab), draws[row]); -1 for padding
 // and for a row with a NaN, a +inf or no finite logit. The token (0 for -1) also goes to
 // last_tokens[slot of the row], for the next step's embed; it is counted in the adjustments.
-// PRECOND: grid (rows), block 1024, n_vocab <= 2^20, no two active rows share a slot.
-// Thread 0 holds the result. Bytes: 4 n_vocab a pass over the row, 12 with adjustments; greedy
-// takes 2 passes (argmax, logprob), sampling 2 more, top_k and top_p 3 to 8 each.
-KERNEL __launch_bounds__(SAMPLE_THREADS)
-sample(const float* logits, const SampleRow* draws, Adjustment* adjustments, int* tokens,
-       float* logprobs, int* last_tokens, const int* slots, const int* logit_rows, int n_vocab) {
+// Last launch. Thread 0 of a block holds the result: of the first, or, if there is noise, of the
+// last to end. Bytes: 4 n_vocab, 12 with adjustments, in each launch that reads the row: in the
+// first, in the second with top_k or top_p, in this one if there is noise.
+KERNEL __launch_bounds__(SAMPLE_THREADS, 2)
+sample(const Sampler s) {
     follow_predecessor();
-    __shared__ SampleBins bins;
-    const SampleRow& row = draws[blockIdx.x];
-    if (!row.active) {
-        if (threadIdx.x == 0) tokens[blockIdx.x] = -1, logprobs[blockIdx.x] = 0.0f;
-        return;
-    }
-    logits += size_t(blockIdx.x) * n_vocab;
-    Adjustment* adjustment =
-        row.adjustment < 0 ? nullptr : adjustments + size_t(row.adjustment) * n_vocab;
-    SampleValues values{logits, adjustment, row.repetition, row.presence, row.frequency};
+    const SampleRow& row = s.row();
+    const uint64_t top_key = s.state().top;
+    const float top = logit_of_key(top_key);
+    const bool sound = row.active && isfinite(top);
+    const int slot = row.active ? s.slots[s.logit_rows[blockIdx.y]] : 0;
+    int token = sound ? id_of_key(top_key) : -1;
+    if (sound && row.inverse_temperature > 0.0) {
+        uint64_t best = block_all(sample_best(s, top, token), larger<uint64_t>);
+        if (threadIdx.x == 0) atomicMax(&s.state().best, (unsigned long long)best);
+        if (!s.last_of_row()) return;
+        if (s.filters()) best = block_all(sample_listed(s, top), larger<uint64_t>);
+        token = MOST_ID - int(max(best, uint64_t(s.state().best)) & MOST_ID);
+    } else if (blockIdx.x > 0) return;
 
-    uint64_t best = 0;
-    for (int id = threadIdx.x; id < n_vocab; id += SAMPLE_THREADS) best = max(best, values.key(id));
-    best = block_max(best);
-    float top = float_of_rank(uint32_t(best >> 32)), logprob = 0.0f;
-    int token = -1;
-    if (isfinite(top)) {
-        token = int(~uint32_t(best));
-        if (row.inverse_temperature > 0.0) token = sample_draw(bins, values, row, n_vocab, top);
-
-        float raw_top = top;
-        if (adjustment != nullptr) {
-            float largest = -INFINITY;
-            for (int id = threadIdx.x; id < n_vocab; id += SAMPLE_THREADS)
-                largest = fmaxf(largest, logits[id]);
-            raw_top = block_max(largest);
+    float logprob = 0.0f;
+    if (sound) {
+        const float drawn = s.row_logits()[token];
+        float raw_top = -INFINITY;
+        for (int i = threadIdx.x; i < s.n_slices(); i += SAMPLE_THREADS)
+            raw_top = fmaxf(raw_top, s.slice(i).top);
+        raw_top = block_all(raw_top, larger<float>);
+        uint64_t weight = 0;
+        for (int i = threadIdx.x; i < s.n_slices(); i += SAMPLE_THREADS) {
+            uint64_t scale = sample_weight(__fsub_rn(s.slice(i).top, raw_top));
+            double product = __dmul_rn(double(s.slice(i).weight), double(scale));
+            weight += uint64_t(__dmul_rn(product, 1.0 / (1LL << WEIGHT_BITS)));
         }
-        uint64_t weights = 0;
-        for (int id = threadIdx.x; id < n_vocab; id += SAMPLE_THREADS)
-            weights += sample_weight(__dsub_rn(double(logits[id]), double(raw_top)));
-        double all = __dmul_rn(__ull2double_rn(block_sum(weights)), 1.0 / (1LL << WEIGHT_BITS));
-        double gap = __dsub_rn(double(logits[token]), double(raw_top));
+        double all = __dmul_rn(double(block_all(weight, plus)), 1.0 / (1LL << WEIGHT_BITS));
+        double gap = __dsub_rn(double(drawn), double(raw_top));
         logprob = float(__dsub_rn(gap, sample_log(all)));
     }
-    if (threadIdx.x == 0) {
-        tokens[blockIdx.x] = token;
-        logprobs[blockIdx.x] = logprob;
-        last_tokens[slots[logit_rows[blockIdx.x]]] = max(token, 0);
-        if (adjustment != nullptr && token >= 0) adjustment[token].count++;
-    }
+    if (threadIdx.x > 0) return;
+    s.tokens[blockIdx.y] = token;
+    s.logprobs[blockIdx.y] = logprob;
+    if (!row.active) return;
+    s.last_tokens[slot] = max(token, 0);
+    if (sound && row.adjustment >= 0) s.row_adjustments()[token].count++;
+    s.state().top = s.state().best = s.state().listed = 0;
 }
 
 // ---------------------------------------------------------------------------------------------

@@ -10,20 +10,24 @@ index and the position. `sample` in kernels.cu computes the same function, to th
 3. Otherwise gap_i = l_i - l_max and x_i = gap_i * (1 / temperature), both in float64, and three
    filters, each of which keeps a prefix of the ranking:
    top_k   the first k tokens;
-   top_p   integer weights w_i = floor(exp(x_i) * 2^40), so that no order of summation exists. With
-           Z the sum over what top_k kept, a token stays while the weights before it sum to less
-           than ceil(P * Z / 2^32); P is top_p rounded to a multiple of 2^-32, at least one;
+   top_p   integer weights w_i = floor(exp(x_i) * 2^40), so that no order of summation exists; exp
+           is float32 here. With Z the sum over what top_k kept, a token stays while the weights
+           before it sum to less than ceil(P * Z / 2^32); P is top_p rounded to a multiple of
+           2^-32, at least one;
    min_p   tokens with gap_i >= temperature * log(min_p).
-4. The token has the largest x_i + G_i with Gumbel noise G_i = -log(-log(u_i)), where
-   u_i = (word + 0.5) / 2^32 and word is number i mod 4 of the four that Philox4x32-10 makes under
-   key = seed, counter = (position, choice, i div 4, 0).
+4. The token has the largest x_i + G_i, rounded down to a multiple of 2^-38, with Gumbel noise
+   G_i = -log(-log(u_i)), where u_i = (word + 0.5) / 2^32 and word is number i mod 4 of the four
+   that Philox4x32-10 makes under key = seed, counter = (position, choice, i div 4, 0).
 
 u is between 2^-33 and 1 - 2^-33, so G is between -3.14 and 22.88. The best token scores at least
 -3.14: one with x < -26.02 never wins, and only x < -27.7 has weight 0. So both sides skip what lies
 below -REACH = -28.
 
-The logprob is that of the model's own distribution: raw logits, temperature 1, the same integer
-weights. A row with a NaN, a +inf or no finite logit gives token -1, and its request must fail.
+The logprob is that of the model's own distribution: raw logits, temperature 1. Each slice of SLICE
+ids has its sum of weights relative to its own largest logit. Scaled to the largest of all and
+rounded down to integers, they add up to the total, which is good to 1e-6. A row with a NaN, a +inf
+or no finite logit gives token -1, and its request must fail.
+
 exp and log are the polynomials below, because libraries differ in the last bit; NumPy never fuses
 a * b + c, nor does the kernel.
 """
@@ -158,18 +162,20 @@ LN2_HIGH = 6.93147180369123816490e-01       # ln 2 to 33 bits: its product with 
 LN2_LOW = 1.90821492927058770002e-10        # ln 2 - LN2_HIGH
 SQRT_HALF = 0.7071067811865476
 WEIGHT_BITS = 40
+SLICE = 512             # token ids that share a maximum, see `logprob`
 
 
 def weight(x):
-    """floor(exp(x) * 2^40) as int64, 0 below -REACH; x float64 [n], at most 0."""
-    x = np.maximum(x, -REACH)               # weight(-REACH) is 0 too
-    k = np.rint(x * LOG2_E)
-    r = (x - k * LN2_HIGH) - k * LN2_LOW    # |r| <= ln(2)/2: 13 Taylor terms leave 4e-18
-    p = np.full_like(r, 1 / math.factorial(13))
-    for n in range(12, -1, -1):
-        p = p * r + 1 / math.factorial(n)
-    power = (k.astype(np.int64) + (1023 + WEIGHT_BITS) << 52).view(np.float64)
-    return (p * power).astype(np.int64)
+    """floor(exp(x) * 2^40) as int64 by float32 arithmetic, within 4e-7 of the result; 0 below
+    -REACH and for NaN. x [n], at most 0, is rounded to float32."""
+    f = np.float32
+    x = np.where(x >= -REACH, x, -REACH).astype(f)      # weight(-REACH) is 0 too
+    k = np.rint(x * f(LOG2_E))
+    r = (x - k * f(0.693145751953125)) - k * f(1.42860677e-6)       # k ln(2), the first exact
+    p = np.full_like(r, 1 / math.factorial(7))
+    for n in range(6, -1, -1):
+        p = p * r + f(1 / math.factorial(n))
+    return (p * (k.astype(np.int32) + (127 + WEIGHT_BITS) << 23).view(f)).astype(np.int64)
 
 
 def log(v):
@@ -272,7 +278,7 @@ def draw(values, top, row):
     rough = x[ids] - np.log(-np.log(u))
     close = rough >= rough.max() - 1e-6
     ids, u = ids[close], u[close]
-    return int(ids[np.argmax(x[ids] - log(-log(u)))])
+    return int(ids[np.argmax(np.floor((x[ids] - log(-log(u)) + 32) * 2.0**38))])
 
 
 def prefix(keys, x, top_k, top_p):
@@ -292,6 +298,11 @@ def prefix(keys, x, top_k, top_p):
 
 def logprob(logits, token):
     """log softmax(logits)[token] as float32; logits float32 [n_vocab]."""
-    top = np.float64(logits.max())
-    total = weight(logits.astype(np.float64) - top).sum()
-    return np.float32((logits[token] - top) - log(np.float64(total) * 2.0**-WEIGHT_BITS))
+    slices = np.full((-(-len(logits) // SLICE), SLICE), -np.inf, np.float32)
+    slices.reshape(-1)[:len(logits)] = logits
+    tops = slices.max(axis=1)
+    with np.errstate(invalid="ignore"):                 # -inf less -inf
+        sums = weight(slices - tops[:, None]).sum(axis=1)
+    total = (sums * weight(tops - tops.max()).astype(np.float64) * 2.0**-WEIGHT_BITS).astype(int)
+    return np.float32((np.float64(logits[token]) - tops.max())
+                      - log(np.float64(total.sum()) * 2.0**-WEIGHT_BITS))

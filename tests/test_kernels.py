@@ -705,3 +705,10 @@ def test_sample(device, n_vocab):
         assert np.array_equal(counted["count"], adjustments["count"])
         assert list(tokens[-4:]) == [-1] * 4
         assert np.array_equal(following[:-1], np.maximum(tokens[:-1], 0)) and following[-1] == 7
+
+        # Alone, a row has more blocks.
+        i = rng.choice([i for i, (_, request) in enumerate(batch[:-3]) if not request.adjusts])
+        zero = device.upload(np.zeros((1, 1), np.int32), "test")
+        alone = device.sample(device.upload(logits[i:i + 1], "test"), device.upload_draws(
+            rows[i:i + 1]), SimpleNamespace(slots=zero, logit_rows=zero, page_table=zero))
+        assert [device.download(x)[0] for x in alone] == [tokens[i], logprobs[i]]

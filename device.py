@@ -176,7 +176,7 @@ ATTENTION_THREADS, LATENT_THREADS = 128, 256  # of a block
 WIDEST_HEAD = 128  # for which there are wide tiles
 SEGMENT = 256  # positions under one running softmax
 PARTS_LIMIT = 1 << 28  # bytes of scratch for segments that wait to be merged
-ROW_THREADS = 1024  # of the kernels that hold a row in a block
+HELD = 20  # values of a row that a thread of its block holds in registers, see Row in kernels.cu
 DELTA_DIM = 128  # values of a head in the gated delta net
 
 # How kernels.cu holds weights of a format (see `Packed` there), in the order of enum WeightFormat:
@@ -304,6 +304,11 @@ def model_problem(cfg, kv_format):
     else:
         return None
     return f"{problem}: use --backend cpu"
+
+
+def row_threads(cols):
+    """Threads of a block that holds a row: as few whole warps as have registers for it."""
+    return min(1024, padded(-(-cols // HELD), 32))
 
 
 def few_shares(blocks, total):
@@ -723,7 +728,7 @@ class Device:
         """
         cols = weight.shape[0]
         x = self.activations("rmsnorm", (h if rows is None else rows).shape[0], cols)
-        self.launch("rmsnorm", (x.rows,), ROW_THREADS,
+        self.launch("rmsnorm", (x.rows,), row_threads(cols),
                     (h, weight, rows, x.data, x.scale, cols, h.shape[1], x.data.shape[1],
                      float(eps)))
         return x
@@ -732,7 +737,7 @@ class Device:
         """The same as f32 [n, cols]: not the input of a matrix product."""
         n, cols = (h if rows is None else rows).shape[0], weight.shape[0]
         out = self.buffer("rmsnorm_f32", (n, cols), np.float32)
-        self.launch("rmsnorm_f32", (n,), ROW_THREADS,
+        self.launch("rmsnorm_f32", (n,), row_threads(cols),
                     (h, weight, rows, out, cols, h.shape[1], float(eps)))
         return out
 
@@ -744,7 +749,7 @@ class Device:
         rows, cols = values.shape
         x = self.activations("scale_rows", rows * heads, width or cols)
         stride = x.data.shape[1]
-        self.launch("scale_rows", (x.rows,), min(ROW_THREADS, stride // 4),
+        self.launch("scale_rows", (x.rows,), row_threads(stride),
                     (values, x.data, x.scale, cols, heads, pitch or cols, x.cols, stride))
         return x
 
@@ -913,7 +918,7 @@ class Device:
     def delta_rule(self, u, c, cfg, layer, kv, batch):
         """o f32 [rows, H_v d] = S^T q; the states take pending tokens, and rows if they commit."""
         o = self.buffer("delta_rule", (u.shape[0], cfg.delta_v_heads * DELTA_DIM), np.float32)
-        self.launch("delta_rule", (8 * cfg.delta_v_heads, batch.spans.shape[0]), 64,
+        self.launch("delta_rule", (8 * cfg.delta_v_heads, batch.spans.shape[0]), 128,
                     self.delta_net(u, None, c, o, cfg, layer, kv, batch))
         return o
 
@@ -930,7 +935,7 @@ class Device:
         """x [rows, H_v d] = rmsnorm of each head of o, times silu(z) with z in u behind v."""
         rows, cols = o.shape
         x = self.activations("delta_norm", rows, cols)
-        self.launch("delta_norm", (rows,), ROW_THREADS,
+        self.launch("delta_norm", (rows,), row_threads(cols),
                     (o, u.at(4 * cfg.delta_channels), norm, x.data, x.scale, cols,
                      u.shape[1], float(cfg.rms_eps)))
         return x
@@ -947,7 +952,7 @@ class Device:
         """x [rows, F] = silu(gate) * up of gate_up f32 [rows, 2F], gate first."""
         rows, cols = gate_up.shape[0], gate_up.shape[1] // 2
         x = self.activations("silu_mul", rows, cols)
-        self.launch("silu_mul", (rows,), ROW_THREADS,
+        self.launch("silu_mul", (rows,), row_threads(cols),
                     (gate_up, x.data, x.scale, cols, x.data.shape[1]))
         return x
 
@@ -961,13 +966,11 @@ class Device:
                         self.buffer("route_pairs", (n_pairs,), np.int32),
                         self.buffer("route_items", (busy + (n_pairs - busy) // tile, 4), np.int32),
                         tile)
-        self.launch("route", (rows,), 32,
-                    (logits, bias, batch.slots, routes.experts, routes.weights, stride, n, k,
-                     cfg.router_sigmoid, cfg.router_norm, float(cfg.router_scale),
-                     cfg.router_groups, cfg.router_groups_used))
-        self.launch("route_items", (-(-n // 8),), 256,
-                    (routes.experts, routes.pairs, routes.items, n_pairs, n, tile,
-                     routes.items.shape[0]))
+        self.launch("route", (-(-rows // 8),), 256,
+                    (logits, bias, batch.slots, routes.experts, routes.weights, routes.pairs,
+                     routes.items, self.buffer("route_finished", (1,), np.uint32), rows, stride, n,
+                     k, cfg.router_sigmoid, cfg.router_norm, float(cfg.router_scale),
+                     cfg.router_groups, cfg.router_groups_used, tile, routes.items.shape[0]))
         return routes
 
     def linear_experts(self, x, w, routes):

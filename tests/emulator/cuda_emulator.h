@@ -303,6 +303,7 @@ void st(uint64_t address, In... in) {
 }
 
 PTX griddepcontrol_launch_dependents() {}
+PTX prefetch_global_L2(uint64_t) {}
 PTX griddepcontrol_wait() { emulator::waited_for_predecessor = true; }
 PTX bar_sync(unsigned id, unsigned threads = 0) { emulator::barrier(id, threads, true); }
 PTX bar_arrive(unsigned id, unsigned threads) { emulator::barrier(id, threads, false); }

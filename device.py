@@ -911,7 +911,7 @@ class Device:
         """c f32 [rows, delta_channels + 2 H_v] = q | k | v | beta | decay of u f32 [rows, .]."""
         rows, cols = u.shape[0], cfg.delta_channels + 2 * cfg.delta_v_heads
         c = self.buffer("delta_conv", (rows, cols), np.float32)
-        self.launch("delta_conv", (rows, -(-cfg.delta_channels // (4 * DELTA_DIM))), 128,
+        self.launch("delta_conv", (min(rows, 128), -(-cfg.delta_channels // (4 * DELTA_DIM))), 128,
                     self.delta_net(u, mixer, c, None, cfg, layer, kv, batch))
         return c
 
@@ -926,8 +926,8 @@ class Device:
         """struct DeltaNet of kernels.cu."""
         _, n_layers, values = kv.states.data.shape
         weights = (mixer.conv, mixer.dt, mixer.decay) if mixer else (None,) * 3
-        return (u, *weights, c, o, kv.states.data.at(4 * layer * values),
-                batch.spans, batch.slots, batch.positions, cfg.delta_k_heads, cfg.delta_v_heads,
+        return (u, *weights, c, o, kv.states.data.at(4 * layer * values), batch.spans,
+                batch.slots, batch.positions, u.shape[0], cfg.delta_k_heads, cfg.delta_v_heads,
                 cfg.delta_grouped, cfg.conv_width, kv.states.ring, u.shape[1], c.shape[1],
                 kv.states.record_values, n_layers * values, float(cfg.rms_eps))
 

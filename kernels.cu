@@ -2308,23 +2308,18 @@ DEVICE void route_row(const Routing& work, int row, float (&scores)[MOST_EXPERTS
         });
     }
     for (int n = 0; n < work.k; n++) {  // ties go to the lower expert: lower lane, lower i
-        unsigned best = 0;
-        int at = 0;
-        each([&](int i, int) {
-            if (rank[i] > best) best = rank[i], at = i;
+        unsigned best = 0, at = 0;
+        each([&](unsigned i, int) {
+            if (rank[i] > best && !(chosen >> i & 1)) best = rank[i], at = i;
         });
         const unsigned top = __reduce_max_sync(ALL_LANES, best);
-        const bool mine = __ffs(__ballot_sync(ALL_LANES, best == top)) - 1 == lane;
-        each([&](int i, int) {
-            if (mine && i == at) rank[i] = 0, chosen |= 1u << i;
-        });
+        if (__ffs(__ballot_sync(ALL_LANES, best == top)) - 1 == lane) chosen |= 1u << at;
     }
     sum = 0.0f;
     int at = row * work.k;  // of the lane's first chosen one
-    each([&](int i, int) {
-        if (chosen >> i & 1) sum += p[i];
+    each([&](int i, int) { sum += chosen >> i & 1 ? p[i] : 0.0f; });
+    for (int i = 0; i < own; i++)
         at += __popc(__ballot_sync(ALL_LANES, chosen >> i & 1) & ((1u << lane) - 1));
-    });
     sum = work.norm ? fmaxf(warp_sum(sum), SMALLEST_SUM) : 1.0f;
     const bool real = work.slots[row] >= 0;
     each([&](int i, int expert) {
@@ -2489,6 +2484,7 @@ KERNEL combine(const float* y, const int* experts, const float* weights, const f
 // ---------------------------------------------------------------------------------------------
 
 constexpr int DELTA_DIM = 128;  // values of a head of q, k and v
+constexpr int MOST_TAPS = 4;    // of the convolution
 
 // What delta_conv and delta_rule work on: rows of u hold q | k | v | z | beta | alpha, rows of c
 // q | k | v | beta | decay, records u of q | k | v, then c without q; o is [rows, H_v, DELTA_DIM].
@@ -2496,7 +2492,7 @@ struct DeltaNet {
     const float *u, *conv, *dt, *decay;  // conv [q | k | v, width], dt and decay [H_v]
     float *c, *o, *states;               // states: this layer of slot 0
     const int *spans, *slots, *positions;
-    Int k_heads, v_heads, grouped, width, ring;
+    Int rows, k_heads, v_heads, grouped, width, ring;
     Int u_values, c_values, record_values, slot_values;  // how far the next one is
     float eps;
 
@@ -2511,39 +2507,49 @@ struct DeltaNet {
 
 // c of every row: silu of the causal convolution of u, q and k brought to length 1 per head, q then
 // divided by sqrt(d); beta = sigmoid(beta), decay = exp(decay softplus(alpha + dt)).
-// PRECOND: grid (rows, ceil((2 H_k + H_v) / 4)), 128 threads; the rows of a slot lie together.
-// One warp holds one head, for v with its beta and decay. Reads u `width` times, mostly from L2.
+// PRECOND: grid (blocks, ceil((2 H_k + H_v) / 4)), 128 threads; the rows of a slot lie together;
+// width <= 4. A block takes neighbouring rows, of four heads: one warp holds one head, for v with
+// its beta and decay. Reads u `width` times, mostly from the L1 cache.
 KERNEL delta_conv(const __grid_constant__ DeltaNet work) {
-    follow_predecessor();
-    const int row = blockIdx.x, lane = threadIdx.x & 31, head = blockIdx.y * 4 + threadIdx.x / 32;
-    const int v_head = head - 2 * work.k_heads, at = head * DELTA_DIM + lane;
+    let_successor_start();
+    const int lane = threadIdx.x & 31, head = blockIdx.y * 4 + threadIdx.x / 32;
+    const int v_head = head - 2 * work.k_heads, at = head * DELTA_DIM + lane, width = work.width;
     if (v_head >= work.v_heads) return;
-    const int slot = work.slots[row], position = work.positions[row];
-    float x[DELTA_DIM / 32] = {}, squares = 0.0f;
-#pragma unroll 4
-    for (int back = work.width - 1; back >= 0; back--) {
-        const float* from = nullptr;
-        if (back == 0 || (slot >= 0 && row >= back && work.slots[row - back] == slot))
-            from = work.u_row(row - back);
-        else if (slot >= 0 && position >= back)
-            from = work.record(slot, position - back);
-        const float* weight = work.conv + work.width - 1 - back;
-        for (int i = 0; from && i < DELTA_DIM / 32; i++)
-            x[i] = fmaf(from[at + 32 * i], weight[(at + 32 * i) * work.width], x[i]);
+    float weights[MOST_TAPS][DELTA_DIM / 32];  // of the row itself, the one before, ...
+    for (int back = 0; back < MOST_TAPS; back++)
+        for (int i = 0; i < DELTA_DIM / 32; i++)
+            weights[back][i] =
+                back < width ? work.conv[(at + 32 * i + 1) * width - 1 - back] : 0.0f;
+    wait_for_predecessor();
+    const int share = (work.rows + gridDim.x - 1) / gridDim.x;
+    for (int row = blockIdx.x * share; row < min(work.rows, (blockIdx.x + 1) * share); row++) {
+        const int slot = work.slots[row], position = work.positions[row];
+        float u[MOST_TAPS][DELTA_DIM / 32], x[DELTA_DIM / 32] = {}, squares = 0.0f;
+        for (int back = 0; back < MOST_TAPS; back++) {
+            const bool here = row >= back && work.slots[max(row - back, 0)] == slot;
+            const bool real = back == 0 || (back < width && slot >= 0 && position >= back);
+            const float* from = back == 0 || here ? work.u_row(row - back)
+                                                  : work.record(slot, position - back);
+            for (int i = 0; i < DELTA_DIM / 32; i++) u[back][i] = real ? from[at + 32 * i] : 0.0f;
+        }
+        for (int back = MOST_TAPS - 1; back >= 0; back--)
+            for (int i = 0; i < DELTA_DIM / 32; i++)
+                x[i] = fmaf(u[back][i], weights[back][i], x[i]);
+        for (float& value : x) value = silu(value), squares = fmaf(value, value, squares);
+        const float length = sqrtf(warp_sum(squares) + work.eps);
+        const float factor = v_head >= 0            ? 1.0f
+                             : head < work.k_heads ? 1.0f / (length * sqrtf(DELTA_DIM))
+                                                   : 1.0f / length;
+        float* c = work.c_row(row);
+        for (int i = 0; i < DELTA_DIM / 32; i++) c[at + 32 * i] = x[i] * factor;
+        if (v_head < 0 || lane > 0) continue;
+        const float* gates = work.u_row(row) + work.u_values - 2 * work.v_heads + v_head;
+        const float alpha = gates[work.v_heads] + work.dt[v_head];
+        const float softplus = fmaxf(alpha, 0.0f) + log1pf(expf(-fabsf(alpha)));
+        c += work.channels() + v_head;
+        c[0] = times_sigmoid(1.0f, gates[0]);
+        c[work.v_heads] = expf(work.decay[v_head] * softplus);
     }
-    for (float& value : x) value = silu(value), squares = fmaf(value, value, squares);
-    const float length = sqrtf(warp_sum(squares) + work.eps);
-    const float factor = v_head >= 0 ? 1.0f
-                         : head < work.k_heads ? 1.0f / (length * sqrtf(DELTA_DIM)) : 1.0f / length;
-    float* c = work.c_row(row);
-    for (int i = 0; i < DELTA_DIM / 32; i++) c[at + 32 * i] = x[i] * factor;
-    if (v_head < 0 || lane > 0) return;
-    const float* gates = work.u_row(row) + work.u_values - 2 * work.v_heads + v_head;
-    const float alpha = gates[work.v_heads] + work.dt[v_head];
-    const float softplus = fmaxf(alpha, 0.0f) + log1pf(expf(-fabsf(alpha)));
-    c += work.channels() + v_head;
-    c[0] = times_sigmoid(1.0f, gates[0]);
-    c[work.v_heads] = expf(work.decay[v_head] * softplus);
 }
 
 // A lane holds 8 values of k of two columns of S: 4 from 4 part on, of each 64. Sixteen lanes share

@@ -192,7 +192,7 @@ FEW_KERNELS = {"linear_few_8": (256, 2), "linear_few_8_three": (256, 3), "linear
 # Those for more: rows and columns of y that a block holds, and the groups of warps that take parts
 # of K in turn (see `BlockShape` in kernels.cu).
 MORE_KERNELS = {"linear_some": (32, 64, 2), "linear_many": (64, 256, 1),
-                "linear_experts_some": (32, 64, 2)}
+                "linear_experts_some": (32, 256, 1)}
 MORE_THREADS = REPACK_THREADS = 256
 MOST_EXPERTS, MOST_GROUPS = 512, 32  # that `route` can choose from
 
@@ -970,7 +970,8 @@ class Device:
                     (logits, bias, batch.slots, routes.experts, routes.weights, routes.pairs,
                      routes.items, self.buffer("route_finished", (1,), np.uint32), rows, stride, n,
                      k, cfg.router_sigmoid, cfg.router_norm, float(cfg.router_scale),
-                     cfg.router_groups, cfg.router_groups_used, tile, routes.items.shape[0]))
+                     cfg.router_groups, cfg.router_groups_used, tile.bit_length() - 1,
+                     routes.items.shape[0]))
         return routes
 
     def linear_experts(self, x, w, routes):
@@ -981,14 +982,14 @@ class Device:
         n_pairs = routes.pairs.shape[0]
         y = self.buffer("linear_experts", (n_pairs, w.rows), np.float32)
         self.multiply(x, w, y, items=(routes.tile, routes.items.shape[0], routes.items,
-                                      routes.pairs, n_pairs // x.rows, 1))
+                                      routes.pairs, n_pairs // x.rows, 1, x.rows > routes.experts.shape[0]))
         return y
 
     def linear_heads(self, x, w):
         """y f32 [rows, heads * w.rows] = row r * heads + h of x times the rows of head h."""
         heads, rows = w.count, x.rows // w.count
         y, tile = self.buffer("linear_heads", (x.rows, w.rows), np.float32), tile_of(rows)
-        self.multiply(x, w, y, items=(tile, heads * -(-rows // tile), None, None, 1, heads))
+        self.multiply(x, w, y, items=(tile, heads * -(-rows // tile), None, None, 1, heads, True))
         return y.view((rows, heads * w.rows))
 
     def combine(self, y, routes, shared, logits, h):

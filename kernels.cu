@@ -57,6 +57,11 @@ DEVICE float warp_max(float x) {
     return x;
 }
 
+// The same of values >= 0, whose bits are in their order.
+DEVICE float warp_largest(float x) {
+    return __uint_as_float(__reduce_max_sync(ALL_LANES, __float_as_uint(x)));
+}
+
 // The power of two that brings `largest` into [2^14, 2^15): f16 activations use it as row scale.
 // Returns the factor to multiply by; its inverse is exact. Zero or non-finite rows get 1.
 DEVICE float row_scale_factor(float largest) {
@@ -885,22 +890,22 @@ DEVICE int64_t kv_offset(int layer, int n_pages, int page, int n_kv_heads, int h
 
 // Sum, and largest value >= 0, over a block of at most 1024 threads, the same in every thread.
 // Whole warps only; the order depends on the block size alone.
-__device__ float block_sum(float x) {
-    __shared__ float of_warp[32];
+__device__ float2 block_sum_and_largest(float sum, float largest) {
+    __shared__ float2 of_warp[32];
     const int lane = threadIdx.x & 31;
-    x = warp_sum(x);
-    if (lane == 0) of_warp[threadIdx.x >> 5] = x;
+    sum = warp_sum(sum), largest = warp_largest(largest);
+    if (lane == 0) of_warp[threadIdx.x >> 5] = make_float2(sum, largest);
     __syncthreads();
-    return warp_sum(lane < blockDim.x >> 5 ? of_warp[lane] : 0.0f);
+    const float2 mine = lane < blockDim.x >> 5 ? of_warp[lane] : float2{};
+    return make_float2(warp_sum(mine.x), warp_largest(mine.y));
 }
 __device__ float block_largest(float x) {
-    __shared__ unsigned of_warp[32];  // bits: they are in the order of the values
+    __shared__ float of_warp[32];
     const int lane = threadIdx.x & 31;
-    const unsigned largest = __reduce_max_sync(ALL_LANES, __float_as_uint(x));
-    if (lane == 0) of_warp[threadIdx.x >> 5] = largest;
+    x = warp_largest(x);
+    if (lane == 0) of_warp[threadIdx.x >> 5] = x;
     __syncthreads();
-    return __uint_as_float(
-        __reduce_max_sync(ALL_LANES, lane < blockDim.x >> 5 ? of_warp[lane] : 0));
+    return warp_largest(lane < blockDim.x >> 5 ? of_warp[lane] : 0.0f);
 }
 
 // Four neighbouring values.
@@ -923,9 +928,13 @@ struct Row {
     Values values;
     int cols;
     float4 held[HELD];
+    float largest = 0.0f;  // |value| of this thread
 
     DEVICE Row(Values values, int cols) : values(values), cols(cols) {
         for (int n = 0; n < HELD; n++) held[n] = values(4 * (threadIdx.x + n * blockDim.x));
+        for (int n = 0; n < HELD; n++) largest = fmaxf(largest, largest_of(held[n]));
+        for (int i = 4 * (threadIdx.x + HELD * blockDim.x); i < cols; i += 4 * blockDim.x)
+            largest = fmaxf(largest, largest_of(values(i)));
     }
     // visit(i, values at i) for i < end.
     template <typename Visit>
@@ -935,30 +944,21 @@ struct Row {
             if (i < end) visit(i, held[n]);
         for (; i < end; i += 4 * blockDim.x) visit(i, values(i));
     }
-    DEVICE float largest() {
-        float x = 0.0f;
-        for (int n = 0; n < HELD; n++) x = fmaxf(x, largest_of(held[n]));
-        for (int i = 4 * (threadIdx.x + HELD * blockDim.x); i < cols; i += 4 * blockDim.x)
-            x = fmaxf(x, largest_of(values(i)));
-        return block_largest(x);
+    // Row blockIdx.x of the pieces x = values * inverse * factor, zeros from cols up to stride;
+    // scale[row] = 1 / factor. `largest` of the whole row.
+    DEVICE void store_scaled(float largest, float inverse, int stride, uint4* out, float* scale) {
+        const float factor = row_scale_factor(largest * inverse);
+        if (threadIdx.x == 0) scale[blockIdx.x] = 1.0f / factor;
+        each(stride, [&](int i, float4 x) {
+            x = x * inverse * factor;
+            uint2* to = reinterpret_cast<uint2*>(out + piece_at(blockIdx.x, i, stride / CHUNK));
+            to[i / 4 % 2] = make_uint2(half2_bits(x.x, x.y), half2_bits(x.z, x.w));
+        });
     }
 };
 
-// Row blockIdx.x of the pieces x = values * factor for columns below cols, zeros up to stride;
-// scale[row] = 1 / factor. `inverse` multiplies the values before.
-template <typename Values>
-__device__ void store_scaled_row(Row<Values>& row, int stride, uint4* out, float* scale,
-                                 float inverse = 1.0f) {
-    const float factor = row_scale_factor(row.largest() * inverse);
-    if (threadIdx.x == 0) scale[blockIdx.x] = 1.0f / factor;
-    row.each(stride, [&](int i, float4 x) {
-        x = x * inverse * factor;
-        uint2* to = reinterpret_cast<uint2*>(out + piece_at(blockIdx.x, i, stride / CHUNK));
-        to[i / 4 % 2] = make_uint2(half2_bits(x.x, x.y), half2_bits(x.z, x.w));
-    });
-}
-
-// finish(row, inverse): h[rows[blockIdx.x]] * w, and 1 / sqrt(mean(h^2) + eps).
+// finish(row, largest, inverse): h[rows[blockIdx.x]] * w, the largest |value| of it, and
+// 1 / sqrt(mean(h^2) + eps).
 template <typename Finish>
 __device__ void normalise_row(const float* h, const float* w, const int* rows, int cols, int pitch,
                               float eps, Finish finish) {
@@ -969,12 +969,11 @@ __device__ void normalise_row(const float* h, const float* w, const int* rows, i
     float sum = 0.0f;
     Row row([&](int i) {
         const float4 x = load4_if(i < cols, h + i);
-        sum += squares(x);
+        sum += squares(x);  // the first time counts
         return x * load4_if(i < cols, w + i);
     }, cols);
-    for (int i = 4 * (threadIdx.x + HELD * blockDim.x); i < cols; i += 4 * blockDim.x)
-        sum += squares(load4(h + i));
-    finish(row, rsqrtf(block_sum(sum) / cols + eps));
+    const float2 all = block_sum_and_largest(sum, row.largest);
+    finish(row, all.y, rsqrtf(all.x / cols + eps));
 }
 
 // x[r] = h[rows[r]] / sqrt(mean(h^2) + eps) * w: h f32 [., pitch], of which the first cols count
@@ -983,8 +982,8 @@ __device__ void normalise_row(const float* h, const float* w, const int* rows, i
 // up to 128s. One block holds one row. Moves 4 cols + 2 stride bytes a row.
 KERNEL rmsnorm(const float* h, const float* w, const int* rows, uint4* x, float* scale, int cols,
                int pitch, int stride, float eps) {
-    normalise_row(h, w, rows, cols, pitch, eps, [=](auto& row, float inverse) {
-        store_scaled_row(row, stride, x, scale, inverse);
+    normalise_row(h, w, rows, cols, pitch, eps, [=](auto& row, float largest, float inverse) {
+        row.store_scaled(largest, inverse, stride, x, scale);
     });
 }
 
@@ -1119,12 +1118,13 @@ DEVICE float4 silu(float4 x) { return make_float4(silu(x.x), silu(x.y), silu(x.z
 // One block holds one row and computes it twice: for its largest value, then to store it.
 // Moves 8 cols + 2 stride bytes a row (the second read hits the cache).
 KERNEL silu_mul(const float* gate_up, uint4* x, float* scale, int cols, int stride) {
-    follow_predecessor();
+    wait_for_predecessor();
+    let_successor_start();  // once the routes are there for it: see linear_experts_8
     const float* row = gate_up + int64_t(blockIdx.x) * 2 * cols;
     Row product([=](int i) {
         return silu(load4_if(i < cols, row + i)) * load4_if(i < cols, row + cols + i);
     }, cols);
-    store_scaled_row(product, stride, x, scale);
+    product.store_scaled(block_largest(product.largest), 1.0f, stride, x, scale);
 }
 
 // Page `target` of every layer becomes a copy of page `source`.
@@ -1832,7 +1832,7 @@ KERNEL attention_f32(const float* q, float* out, const char* pages, const int* p
 // out[r] f32 [n, cols]: what rmsnorm brings into f16. PRECOND: as there.
 KERNEL rmsnorm_f32(const float* h, const float* w, const int* rows, float* out, int cols, int pitch,
                    float eps) {
-    normalise_row(h, w, rows, cols, pitch, eps, [=](auto& row, float inverse) {
+    normalise_row(h, w, rows, cols, pitch, eps, [=](auto& row, float, float inverse) {
         row.each(cols, [=](int i, float4 x) {
             *reinterpret_cast<float4*>(out + int64_t(blockIdx.x) * cols + i) = x * inverse;
         });
@@ -1850,7 +1850,7 @@ KERNEL scale_rows(const float* from, uint4* x, float* scale, int cols, int heads
     const int row = blockIdx.x / heads, head = blockIdx.x % heads;
     const float* piece = from + int64_t(row) * cols + head * pitch;
     Row values([=](int i) { return load4_if(i < width, piece + i); }, width);
-    store_scaled_row(values, stride, x, scale);
+    values.store_scaled(block_largest(values.largest), 1.0f, stride, x, scale);
 }
 
 // Queries [rows, H (R + D)], f16 (f32 if KV is f32), and the key of latent attention into its page:
@@ -2257,7 +2257,7 @@ struct Routing {
     unsigned* finished;  // blocks, zero before and after
     Int rows, stride, n_experts, k, sigmoid, norm;
     float scale;
-    Int n_groups, n_groups_used, tile, n_items;
+    Int n_groups, n_groups_used, tile_bits, n_items;
 };
 
 // One warp: the k best of a row's experts. Lane l holds the `own` experts from own * l on.
@@ -2271,6 +2271,7 @@ DEVICE void route_row(const Routing& work, int row, float (&scores)[MOST_EXPERTS
             visit(i, own * lane + i);
         }
     };
+    const bool real = work.slots[row] >= 0;
     float p[LANE_EXPERTS], largest = -INFINITY, sum = 0.0f;
     each([&](int i, int expert) {
         p[i] = expert < n_experts ? work.logits[int64_t(row) * work.stride + expert] : -INFINITY;
@@ -2280,11 +2281,11 @@ DEVICE void route_row(const Routing& work, int row, float (&scores)[MOST_EXPERTS
     each([&](int i, int) {
         sum += p[i] = sigmoid ? 1.0f / (1.0f + expf(-p[i])) : expf(p[i] - largest);
     });
-    sum = sigmoid ? 1.0f : warp_sum(sum);
+    const float share = sigmoid ? 1.0f : 1.0f / warp_sum(sum);
 
     unsigned rank[LANE_EXPERTS], chosen = 0;  // bit i: the lane's expert i
     each([&](int i, int expert) {
-        p[i] /= sum;
+        p[i] *= share;
         scores[expert] = work.bias && expert < n_experts ? p[i] + work.bias[expert] : p[i];
         rank[i] = expert < n_experts ? float_rank(scores[expert]) : 0;
     });
@@ -2320,22 +2321,20 @@ DEVICE void route_row(const Routing& work, int row, float (&scores)[MOST_EXPERTS
     each([&](int i, int) { sum += chosen >> i & 1 ? p[i] : 0.0f; });
     for (int i = 0; i < own; i++)
         at += __popc(__ballot_sync(ALL_LANES, chosen >> i & 1) & ((1u << lane) - 1));
-    sum = work.norm ? fmaxf(warp_sum(sum), SMALLEST_SUM) : 1.0f;
-    const bool real = work.slots[row] >= 0;
+    const float factor = work.norm ? work.scale / fmaxf(warp_sum(sum), SMALLEST_SUM) : work.scale;
     each([&](int i, int expert) {
         if (!(chosen >> i & 1)) return;
         work.experts[at] = real ? expert : -1;
-        work.weights[at++] = real ? p[i] / sum * work.scale : 0.0f;
+        work.weights[at++] = real ? p[i] * factor : 0.0f;
     });
 }
 
-// One block: the pairs sorted by expert, those of one in any order, and the items: (expert, its
-// first place in pairs, how many, 0). n_items is what the worst spread needs; items without need
+// One block, whose counts are zero: the pairs sorted by expert, those of one in any order, and the
+// items: (expert, its first place in pairs, how many, 0). n_items is what the worst spread needs; items without need
 // have no pairs.
 DEVICE void list_items(const Routing& work, int (&counts)[MOST_EXPERTS]) {
-    const int n_pairs = work.rows * work.k, n_experts = work.n_experts, tile = work.tile;
-    for (int e = threadIdx.x; e < n_experts; e += blockDim.x) counts[e] = 0;
-    __syncthreads();
+    const int n_pairs = work.rows * work.k, n_experts = work.n_experts;
+    const int tile = 1 << work.tile_bits;
 #pragma unroll 4
     for (int pair = threadIdx.x; pair < n_pairs; pair += blockDim.x)
         if (work.experts[pair] >= 0) atomicAdd(&counts[work.experts[pair]], 1);
@@ -2344,7 +2343,7 @@ DEVICE void list_items(const Routing& work, int (&counts)[MOST_EXPERTS]) {
         const int lane = threadIdx.x, own = (n_experts + 31) / 32;
         int before = 0, items_before = 0;  // of the lane's experts
         for (int e = own * lane; e < min(own * lane + own, n_experts); e++)
-            before += counts[e], items_before += (counts[e] + tile - 1) / tile;
+            before += counts[e], items_before += (counts[e] + tile - 1) >> work.tile_bits;
         const int mine = before, my_items = items_before;
         for (int o = 1; o < 32; o *= 2) {
             const int other = __shfl_up_sync(ALL_LANES, before, o);
@@ -2378,18 +2377,23 @@ KERNEL __launch_bounds__(32 * ROUTE_ROWS) route(const __grid_constant__ Routing 
     __shared__ float scores[ROUTE_ROWS][MOST_EXPERTS];
     __shared__ int counts[MOST_EXPERTS];
     __shared__ bool last;
-    follow_predecessor();
+    let_successor_start();
+    for (int e = threadIdx.x; e < MOST_EXPERTS; e += blockDim.x) counts[e] = 0;
+    wait_for_predecessor();
     const int warp = threadIdx.x / 32, row = blockIdx.x * ROUTE_ROWS + warp;
     if (row < work.rows) route_row(work, row, scores[warp]);
-    __threadfence();
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        last = gridDim.x == 1 || atomicAdd(work.finished, 1u) == gridDim.x - 1;
-        if (last) *work.finished = 0;
+    if (gridDim.x > 1) {
+        __threadfence();
+        __syncthreads();
+        if (threadIdx.x == 0) {
+            last = atomicAdd(work.finished, 1u) == gridDim.x - 1;
+            if (last) *work.finished = 0;
+        }
+        __syncthreads();
+        if (!last) return;
+        __threadfence();
     }
     __syncthreads();
-    if (!last) return;
-    __threadfence();
     list_items(work, counts);
 }
 
@@ -2410,18 +2414,18 @@ struct LinearExperts {
     const int4* items;  // or null: each token wants all `heads`, row by row of x
     const int* pairs;
     Int per_x, heads;   // heads: 1 with items
+    Int known;          // the items were there before the predecessor started
 };
 
 // Calls body(Is<FORMAT>, product, place, rows) for the item blockIdx.y, if it has tokens.
 template <int TOKENS, typename Body>
 DEVICE void with_item(const LinearExperts& work, Body body) {
-    wait_for_predecessor();
     Product product = work.linear.product;
     const int head = blockIdx.y % work.heads, token = blockIdx.y / work.heads * TOKENS;
     int4 item = {head, token * work.heads + head, min(TOKENS, product.rows / work.heads - token),
                  0};
     if (work.items) item = work.items[blockIdx.y];
-    if (item.z == 0) return;
+    if (item.z == 0) return wait_for_predecessor();
     product.rows.value = item.z;
     product.weight_scale += int64_t(item.x) * product.columns;
     Place place = place_in(work.linear.stack, blockIdx.x);
@@ -2443,17 +2447,21 @@ KERNEL __launch_bounds__(32 * EXPERT_WARPS, 6)
 linear_experts_8(const __grid_constant__ LinearExperts work) {
     __shared__ float sums[2][FEW_SUMS<EXPERT_WARPS>];
     let_successor_start();
+    if (!work.known) wait_for_predecessor();
     with_item<8>(work, [&](auto format, const Product& product, const Place& place, auto rows) {
         linear_few<format, 1, 6, EXPERT_WARPS>(product, place, rows, sums);
     });
 }
 
-// The same with items of <= 32 tokens. PRECOND: grid (sum of blocks, items), as linear_some.
-KERNEL __launch_bounds__(SomeRows::THREADS, 2)
+// The same with items of <= 32 tokens, and 256 columns a block: x comes from L2 for each of them.
+// PRECOND: grid (sum of blocks, items), 256 threads.
+using ExpertRows = BlockShape<2, 4, 8, 1, 2>;
+KERNEL __launch_bounds__(ExpertRows::THREADS, 2)
 linear_experts_some(const __grid_constant__ LinearExperts work) {
     extern __shared__ __align__(128) uint8_t shared[];
+    wait_for_predecessor();
     with_item<32>(work, [&](auto format, const Product& product, const Place& place, auto rows) {
-        linear_staged<format, SomeRows>(product, place, rows, 0, shared);
+        linear_staged<format, ExpertRows>(product, place, rows, 0, shared);
     });
 }
 
@@ -2560,7 +2568,7 @@ constexpr int DELTA_AHEAD = 8;  // tokens that wait in shared memory, twice
 
 // What a block needs of a token.
 struct DeltaToken {
-    float k[DELTA_DIM], q[DELTA_DIM], v[DELTA_BLOCK_COLUMNS], beta, decay, unused[2];
+    float k[DELTA_DIM], q[DELTA_DIM], v[DELTA_BLOCK_COLUMNS], beta, decay, padding[2];
 };
 
 DEVICE void load_part(float (&x)[DELTA_VALUES], const float* from) {
@@ -2611,27 +2619,23 @@ KERNEL __launch_bounds__(32 * DELTA_WARPS) delta_rule(const __grid_constant__ De
             if (part == 0) *reinterpret_cast<float2*>(o + int64_t(row) * n_v) = float2{};
         return;
     }
-    // The tokens from `t` rows behind the first one on. From k on, a record is like a row of c; what
-    // it has in place of q is not used.
+    // The tokens from `t` rows behind the first one on; a warp copies two of eight. From k on, a
+    // record is like a row of c; what it has in place of q is not used.
     const float* c = work.c_row(first);
-    auto fetch = [&](int t, DeltaToken (&tokens)[DELTA_AHEAD]) {
+    const int channels = work.channels(), from_q = k_head * DELTA_DIM + 4 * lane;
+    const int more = lane - DELTA_BLOCK_COLUMNS / 4;  // lanes that copy v, then beta and decay
+    const int from_more = more < 0 ? 2 * n_k + block_v + 4 * lane
+                                   : channels + head + more * work.v_heads;
+    const int to_more = 2 * DELTA_DIM + (more < 0 ? 4 * lane : DELTA_BLOCK_COLUMNS + more);
+    auto fetch = [&](int t, DeltaToken* tokens) {
         for (int i = warp; i < min(DELTA_AHEAD, rows - t); i += DELTA_WARPS) {
-            const float* q = t + i < 0
-                ? work.record(slot, position + t + i) + work.channels() - n_k
-                : c + int64_t(t + i) * work.c_values;
-            const float *k = q + n_k, *v = k + n_k, *gates = v + n_v + head;
-            const auto copy = [&](auto bytes, const float* to, const float* from) {
-                copy_async<bytes>(unsigned(__cvta_generic_to_shared(to)), from);
-            };
-            DeltaToken& token = tokens[i];
-            copy(Is<16>(), token.k + 4 * lane, k + k_head * DELTA_DIM + 4 * lane);
-            copy(Is<16>(), token.q + 4 * lane, q + k_head * DELTA_DIM + 4 * lane);
-            if (lane < DELTA_BLOCK_COLUMNS / 4)
-                copy(Is<16>(), token.v + 4 * lane, v + block_v + 4 * lane);
-            else if (lane < DELTA_BLOCK_COLUMNS / 4 + 2) {
-                const int gate = lane % 2;
-                copy(Is<4>(), &token.beta + gate, gates + gate * work.v_heads);
-            }
+            const float* from = t + i < 0 ? work.record(slot, position + t + i) + channels - n_k
+                                          : c + int64_t(t + i) * work.c_values;
+            const unsigned to = unsigned(__cvta_generic_to_shared(tokens + i));
+            copy_async<16>(to + 16 * lane, from + n_k + from_q);
+            copy_async<16>(to + 4 * DELTA_DIM + 16 * lane, from + from_q);
+            if (more < 0) copy_async<16>(to + 4 * to_more, from + from_more);
+            else if (more < 2) copy_async<4>(to + 4 * to_more, from + from_more);
         }
         asm volatile("cp.async.commit_group;");
     };
@@ -2652,12 +2656,9 @@ KERNEL __launch_bounds__(32 * DELTA_WARPS) delta_rule(const __grid_constant__ De
     auto store_o = [&](int row, float sum) {
         if ((lane & ~5) == 2) o[int64_t(row) * n_v + lane / 4] = sum;
     };
-    for (int t = -pending, turn = 0; t < rows; turn ^= 1) {
-        asm volatile("cp.async.wait_group 0;");
-        __syncthreads();
-        const DeltaToken* token = ring[turn];
-        const int end = min(t + DELTA_AHEAD, rows);
-        fetch(t + DELTA_AHEAD, ring[turn ^ 1]);
+    int t = -pending;
+    const DeltaToken* token;
+    auto take_tokens = [&](int end) {
         for (; t < end; t++, token++) {
             float k[DELTA_VALUES], q[DELTA_VALUES], known[DELTA_COLUMNS];
             load_part(k, token->k + 4 * part);
@@ -2674,14 +2675,25 @@ KERNEL __launch_bounds__(32 * DELTA_WARPS) delta_rule(const __grid_constant__ De
                     s[j][i] = fmaf(k[i], delta, __fmul_rn(decay, s[j][i]));
                 out[j] = part_product(s[j], q);
             }
-            if (t == -1 && !commits) store_state();
         }
+    };
+    for (int turn = 0; t < rows; turn ^= 1) {
+        asm volatile("cp.async.wait_group 0;");
+        __syncthreads();
+        const int end = min(t + DELTA_AHEAD, rows);
+        fetch(t + DELTA_AHEAD, ring[turn ^ 1]);
+        token = ring[turn];
+        if (t < 0) {
+            take_tokens(min(end, 0));
+            if (t == 0 && !commits) store_state();
+        }
+        take_tokens(end);
     }
     store_o(rows - 1, sum_of_parts(out, out));
     if (commits) store_state();
 
     const int kept = commits ? min(rows, work.width - 1) : rows;
-    const int channels = work.channels(), values = commits ? channels : work.record_values;
+    const int values = commits ? channels : work.record_values;
     for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < kept * values;
          i += gridDim.x * blockDim.x) {
         const int row = rows - kept + i / values, at = i % values;
@@ -2705,5 +2717,5 @@ KERNEL delta_norm(const float* o, const float* z, const float* norm, uint4* x, f
         const float inverse = rsqrtf(warp_sum(squares(head)) / DELTA_DIM + eps);
         return head * inverse * load4(norm + i % DELTA_DIM) * silu(load4_if(i < cols, z + i));
     }, cols);
-    store_scaled_row(values, cols, x, scale);
+    values.store_scaled(block_largest(values.largest), 1.0f, cols, x, scale);
 }

@@ -176,7 +176,7 @@ ATTENTION_THREADS, LATENT_THREADS = 128, 256  # of a block
 WIDEST_HEAD = 128  # for which there are wide tiles
 SEGMENT = 256  # positions under one running softmax
 PARTS_LIMIT = 1 << 28  # bytes of scratch for segments that wait to be merged
-HELD = 20  # values of a row that a thread of its block holds in registers, see Row in kernels.cu
+ROW_VALUES = 12  # of a thread of the kernels that hold a row in a block, while there are threads
 DELTA_DIM = 128  # values of a head in the gated delta net
 
 # How kernels.cu holds weights of a format (see `Packed` there), in the order of enum WeightFormat:
@@ -192,7 +192,7 @@ FEW_KERNELS = {"linear_few_8": (256, 2), "linear_few_8_three": (256, 3), "linear
 # Those for more: rows and columns of y that a block holds, and the groups of warps that take parts
 # of K in turn (see `BlockShape` in kernels.cu).
 MORE_KERNELS = {"linear_some": (32, 64, 2), "linear_many": (64, 256, 1),
-                "linear_experts_some": (32, 256, 1)}
+                "linear_experts_some": (32, 128, 1)}
 MORE_THREADS = REPACK_THREADS = 256
 MOST_EXPERTS, MOST_GROUPS = 512, 32  # that `route` can choose from
 
@@ -307,8 +307,8 @@ def model_problem(cfg, kv_format):
 
 
 def row_threads(cols):
-    """Threads of a block that holds a row: as few whole warps as have registers for it."""
-    return min(1024, padded(-(-cols // HELD), 32))
+    """Threads of a block that holds a row: whole warps."""
+    return min(1024, padded(-(-cols // ROW_VALUES), 32))
 
 
 def few_shares(blocks, total):
@@ -981,8 +981,9 @@ class Device:
         """
         n_pairs = routes.pairs.shape[0]
         y = self.buffer("linear_experts", (n_pairs, w.rows), np.float32)
-        self.multiply(x, w, y, items=(routes.tile, routes.items.shape[0], routes.items,
-                                      routes.pairs, n_pairs // x.rows, 1, x.rows > routes.experts.shape[0]))
+        self.multiply(x, w, y, items=(
+            routes.tile, routes.items.shape[0], routes.items, routes.pairs, n_pairs // x.rows, 1,
+            x.rows > routes.experts.shape[0]))
         return y
 
     def linear_heads(self, x, w):

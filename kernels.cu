@@ -899,14 +899,6 @@ __device__ float2 block_sum_and_largest(float sum, float largest) {
     const float2 mine = lane < blockDim.x >> 5 ? of_warp[lane] : float2{};
     return make_float2(warp_sum(mine.x), warp_largest(mine.y));
 }
-__device__ float block_largest(float x) {
-    __shared__ float of_warp[32];
-    const int lane = threadIdx.x & 31;
-    x = warp_largest(x);
-    if (lane == 0) of_warp[threadIdx.x >> 5] = x;
-    __syncthreads();
-    return warp_largest(lane < blockDim.x >> 5 ? of_warp[lane] : 0.0f);
-}
 
 // Four neighbouring values.
 DEVICE float4 load4(const float* p) { return *reinterpret_cast<const float4*>(p); }
@@ -945,15 +937,18 @@ struct Row {
         for (; i < end; i += 4 * blockDim.x) visit(i, values(i));
     }
     // Row blockIdx.x of the pieces x = values * inverse * factor, zeros from cols up to stride;
-    // scale[row] = 1 / factor. `largest` of the whole row.
-    DEVICE void store_scaled(float largest, float inverse, int stride, uint4* out, float* scale) {
-        const float factor = row_scale_factor(largest * inverse);
+    // scale[row] = 1 / factor. `most`: the largest |value| of the row.
+    DEVICE void store_scaled(float most, float inverse, int stride, uint4* out, float* scale) {
+        const float factor = row_scale_factor(most * inverse);
         if (threadIdx.x == 0) scale[blockIdx.x] = 1.0f / factor;
         each(stride, [&](int i, float4 x) {
             x = x * inverse * factor;
             uint2* to = reinterpret_cast<uint2*>(out + piece_at(blockIdx.x, i, stride / CHUNK));
             to[i / 4 % 2] = make_uint2(half2_bits(x.x, x.y), half2_bits(x.z, x.w));
         });
+    }
+    DEVICE void store_scaled(int stride, uint4* out, float* scale) {
+        store_scaled(block_sum_and_largest(0.0f, largest).y, 1.0f, stride, out, scale);
     }
 };
 
@@ -1118,13 +1113,12 @@ DEVICE float4 silu(float4 x) { return make_float4(silu(x.x), silu(x.y), silu(x.z
 // One block holds one row and computes it twice: for its largest value, then to store it.
 // Moves 8 cols + 2 stride bytes a row (the second read hits the cache).
 KERNEL silu_mul(const float* gate_up, uint4* x, float* scale, int cols, int stride) {
-    wait_for_predecessor();
-    let_successor_start();  // once the routes are there for it: see linear_experts_8
+    follow_predecessor();
     const float* row = gate_up + int64_t(blockIdx.x) * 2 * cols;
     Row product([=](int i) {
         return silu(load4_if(i < cols, row + i)) * load4_if(i < cols, row + cols + i);
     }, cols);
-    product.store_scaled(block_largest(product.largest), 1.0f, stride, x, scale);
+    product.store_scaled(stride, x, scale);
 }
 
 // Page `target` of every layer becomes a copy of page `source`.
@@ -1850,7 +1844,7 @@ KERNEL scale_rows(const float* from, uint4* x, float* scale, int cols, int heads
     const int row = blockIdx.x / heads, head = blockIdx.x % heads;
     const float* piece = from + int64_t(row) * cols + head * pitch;
     Row values([=](int i) { return load4_if(i < width, piece + i); }, width);
-    values.store_scaled(block_largest(values.largest), 1.0f, stride, x, scale);
+    values.store_scaled(stride, x, scale);
 }
 
 // Queries [rows, H (R + D)], f16 (f32 if KV is f32), and the key of latent attention into its page:
@@ -2333,31 +2327,31 @@ DEVICE void route_row(const Routing& work, int row, float (&scores)[MOST_EXPERTS
 // items: (expert, its first place in pairs, how many, 0). n_items is what the worst spread needs; items without need
 // have no pairs.
 DEVICE void list_items(const Routing& work, int (&counts)[MOST_EXPERTS]) {
-    const int n_pairs = work.rows * work.k, n_experts = work.n_experts;
-    const int tile = 1 << work.tile_bits;
+    const int n_pairs = work.rows * work.k, bits = work.tile_bits, tile = 1 << bits;
 #pragma unroll 4
     for (int pair = threadIdx.x; pair < n_pairs; pair += blockDim.x)
         if (work.experts[pair] >= 0) atomicAdd(&counts[work.experts[pair]], 1);
     __syncthreads();
-    if (threadIdx.x < 32) {
-        const int lane = threadIdx.x, own = (n_experts + 31) / 32;
-        int before = 0, items_before = 0;  // of the lane's experts
-        for (int e = own * lane; e < min(own * lane + own, n_experts); e++)
-            before += counts[e], items_before += (counts[e] + tile - 1) >> work.tile_bits;
-        const int mine = before, my_items = items_before;
+    if (threadIdx.x < 32) {  // the lane's experts lie together
+        const int lane = threadIdx.x, own = (work.n_experts + 31) / 32;
+        const auto needs = [&](int e) {  // pairs, and items in the upper half
+            return uint64_t((counts[e] + tile - 1) >> bits) << 32 | unsigned(counts[e]);
+        };
+        uint64_t mine = 0;
+        for (int e = own * lane; e < own * lane + own; e++) mine += needs(e);
+        uint64_t before = mine;
         for (int o = 1; o < 32; o *= 2) {
-            const int other = __shfl_up_sync(ALL_LANES, before, o);
-            const int other_items = __shfl_up_sync(ALL_LANES, items_before, o);
-            if (lane >= o) before += other, items_before += other_items;
+            const uint64_t other = __shfl_up_sync(ALL_LANES, before, o);
+            if (lane >= o) before += other;
         }
-        const int n_items = __shfl_sync(ALL_LANES, items_before, 31);
-        int first = before - mine, item = items_before - my_items;
-        for (int e = own * lane; e < min(own * lane + own, n_experts); e++) {
-            const int count = counts[e];
-            for (int i = 0; i < count; i += tile)
-                work.items[item++] = {e, first + i, min(tile, count - i), 0};
+        const int n_items = __shfl_sync(ALL_LANES, before, 31) >> 32;
+        before -= mine;
+        for (int e = own * lane; e < own * lane + own; e++) {
+            const int first = before, item = before >> 32, count = counts[e];
+            before += needs(e);
             counts[e] = first;  // where its next pair goes
-            first += count;
+            for (int i = 0; i * tile < count; i++)
+                work.items[item + i] = {e, first + i * tile, min(tile, count - i * tile), 0};
         }
         for (int i = n_items + lane; i < work.n_items; i += 32) work.items[i] = {};
     }
@@ -2414,7 +2408,7 @@ struct LinearExperts {
     const int4* items;  // or null: each token wants all `heads`, row by row of x
     const int* pairs;
     Int per_x, heads;   // heads: 1 with items
-    Int known;          // the items were there before the predecessor started
+    Int known;          // the items were there when the predecessor started
 };
 
 // Calls body(Is<FORMAT>, product, place, rows) for the item blockIdx.y, if it has tokens.
@@ -2446,17 +2440,17 @@ constexpr int EXPERT_WARPS = 4;
 KERNEL __launch_bounds__(32 * EXPERT_WARPS, 6)
 linear_experts_8(const __grid_constant__ LinearExperts work) {
     __shared__ float sums[2][FEW_SUMS<EXPERT_WARPS>];
-    let_successor_start();
     if (!work.known) wait_for_predecessor();
+    let_successor_start();
     with_item<8>(work, [&](auto format, const Product& product, const Place& place, auto rows) {
         linear_few<format, 1, 6, EXPERT_WARPS>(product, place, rows, sums);
     });
 }
 
-// The same with items of <= 32 tokens, and 256 columns a block: x comes from L2 for each of them.
+// The same with items of <= 32 tokens, and 128 columns a block: x comes from L2 for each of them.
 // PRECOND: grid (sum of blocks, items), 256 threads.
-using ExpertRows = BlockShape<2, 4, 8, 1, 2>;
-KERNEL __launch_bounds__(ExpertRows::THREADS, 2)
+using ExpertRows = BlockShape<1, 4, 8, 1, 2>;
+KERNEL __launch_bounds__(ExpertRows::THREADS, 3)
 linear_experts_some(const __grid_constant__ LinearExperts work) {
     extern __shared__ __align__(128) uint8_t shared[];
     wait_for_predecessor();
@@ -2717,5 +2711,5 @@ KERNEL delta_norm(const float* o, const float* z, const float* norm, uint4* x, f
         const float inverse = rsqrtf(warp_sum(squares(head)) / DELTA_DIM + eps);
         return head * inverse * load4(norm + i % DELTA_DIM) * silu(load4_if(i < cols, z + i));
     }, cols);
-    values.store_scaled(block_largest(values.largest), 1.0f, cols, x, scale);
+    values.store_scaled(cols, x, scale);
 }

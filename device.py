@@ -177,7 +177,7 @@ WIDEST_HEAD = 128  # for which there are wide tiles
 SEGMENT = 256  # positions under one running softmax
 PARTS_LIMIT = 1 << 28  # bytes of scratch for segments that wait to be merged
 ROW_VALUES = 12  # of a thread of the kernels that hold a row in a block, while there are threads
-DELTA_DIM = 128  # values of a head in the gated delta net
+DELTA_DIM, MOST_TAPS = 128, 4  # of the gated delta net: values of a head, width of convolution
 
 # How kernels.cu holds weights of a format (see `Packed` there), in the order of enum WeightFormat:
 # 32-bit words of a lane for a chunk, bytes of scales of a 16-row tile for a part.
@@ -236,7 +236,7 @@ class Routes:
     experts: Buffer  # int32 [rows, k], ascending, -1 for padding
     weights: Buffer  # f32 [rows, k]
     pairs: Buffer  # int32 [rows * k]: places in `experts`, sorted by expert
-    items: Buffer  # int32 [n, 4], see route_items in kernels.cu
+    items: Buffer  # int32 [n, 4], see list_items in kernels.cu
     tile: int  # most pairs of an item
 
 
@@ -298,9 +298,11 @@ def model_problem(cfg, kv_format):
     elif cfg.n_experts > MOST_EXPERTS or cfg.router_groups > MOST_GROUPS:
         problem = (f"the CUDA kernels know at most {MOST_EXPERTS} experts a layer in {MOST_GROUPS} "
                    f"groups, this model has {cfg.n_experts} in {cfg.router_groups}")
-    elif cfg.n_state_layers and (cfg.delta_dim != DELTA_DIM or cfg.delta_v_heads % 2):
+    elif cfg.n_state_layers and (cfg.delta_dim != DELTA_DIM or cfg.delta_v_heads % 2
+                                 or cfg.conv_width > MOST_TAPS):
         problem = (f"the CUDA kernels take delta nets with an even number of heads of {DELTA_DIM} "
-                   f"values, not {cfg.delta_v_heads} of {cfg.delta_dim}")
+                   f"values, {MOST_TAPS} taps at most: not {cfg.delta_v_heads} of {cfg.delta_dim}, "
+                   f"{cfg.conv_width} taps")
     else:
         return None
     return f"{problem}: use --backend cpu"
@@ -801,6 +803,8 @@ class Device:
         """Grid, threads of a block, thread blocks per row block and bytes of shared memory."""
         if name in FEW_KERNELS:
             threads, held = FEW_KERNELS[name]
+            # Of many items some have no pairs, and their blocks end at once.
+            held *= 2 if n_items > 16 else 1
             shares = few_shares(blocks, held * self.multiprocessors // (n_items or 1))
             return (sum(shares), n_items or 1), threads, shares, 0
         height, columns, groups = MORE_KERNELS[name]

@@ -912,21 +912,19 @@ DEVICE float largest_of(float4 x) {
     return fmaxf(fmaxf(fabsf(x.x), fabsf(x.y)), fmaxf(fabsf(x.z), fabsf(x.w)));
 }
 
-// A row that a block works on twice; values(i) gives those at i .. i + 3 as float4, zeros from
-// cols on. A thread holds the first ones in registers and computes those of very long rows again.
-constexpr int HELD = 5;
+// A row that a block goes over twice; values(i) gives those at i .. i + 3 as float4, zeros from
+// cols on. A thread holds its first ones in registers: 12288 columns of silu_mul on an H200 take
+// 2.5 us instead of 3.7. Those of a very long row it computes again.
+constexpr int HELD = 3;
 template <typename Values>
 struct Row {
     Values values;
-    int cols;
     float4 held[HELD];
     float largest = 0.0f;  // |value| of this thread
 
-    DEVICE Row(Values values, int cols) : values(values), cols(cols) {
+    DEVICE Row(Values values, int cols) : values(values) {
         for (int n = 0; n < HELD; n++) held[n] = values(4 * (threadIdx.x + n * blockDim.x));
-        for (int n = 0; n < HELD; n++) largest = fmaxf(largest, largest_of(held[n]));
-        for (int i = 4 * (threadIdx.x + HELD * blockDim.x); i < cols; i += 4 * blockDim.x)
-            largest = fmaxf(largest, largest_of(values(i)));
+        each(cols, [&](int, float4 x) { largest = fmaxf(largest, largest_of(x)); });
     }
     // visit(i, values at i) for i < end.
     template <typename Visit>
@@ -936,8 +934,9 @@ struct Row {
             if (i < end) visit(i, held[n]);
         for (; i < end; i += 4 * blockDim.x) visit(i, values(i));
     }
+    DEVICE float largest_of_all() { return block_sum_and_largest(0.0f, largest).y; }
     // Row blockIdx.x of the pieces x = values * inverse * factor, zeros from cols up to stride;
-    // scale[row] = 1 / factor. `most`: the largest |value| of the row.
+    // scale[row] = 1 / factor. `most` is largest_of_all.
     DEVICE void store_scaled(float most, float inverse, int stride, uint4* out, float* scale) {
         const float factor = row_scale_factor(most * inverse);
         if (threadIdx.x == 0) scale[blockIdx.x] = 1.0f / factor;
@@ -946,9 +945,6 @@ struct Row {
             uint2* to = reinterpret_cast<uint2*>(out + piece_at(blockIdx.x, i, stride / CHUNK));
             to[i / 4 % 2] = make_uint2(half2_bits(x.x, x.y), half2_bits(x.z, x.w));
         });
-    }
-    DEVICE void store_scaled(int stride, uint4* out, float* scale) {
-        store_scaled(block_sum_and_largest(0.0f, largest).y, 1.0f, stride, out, scale);
     }
 };
 
@@ -1109,16 +1105,16 @@ DEVICE float silu(float x) { return times_sigmoid(x, x); }
 DEVICE float4 silu(float4 x) { return make_float4(silu(x.x), silu(x.y), silu(x.z), silu(x.w)); }
 
 // x[r] = silu(gate) * up: gate_up f32 [rows, 2 cols], gate first -> x f16 [rows, stride], scale.
-// PRECOND: grid (rows), 1024 threads; cols % 4 = 0; stride = cols rounded up to 128.
-// One block holds one row and computes it twice: for its largest value, then to store it.
-// Moves 8 cols + 2 stride bytes a row (the second read hits the cache).
+// PRECOND: grid (rows), at most 1024 threads; cols % 4 = 0; stride = cols rounded up to 128.
+// One block holds one row. Moves 8 cols + 2 stride bytes a row.
 KERNEL silu_mul(const float* gate_up, uint4* x, float* scale, int cols, int stride) {
-    follow_predecessor();
+    wait_for_predecessor();
+    let_successor_start();  // when the routes are there: see LinearExperts
     const float* row = gate_up + int64_t(blockIdx.x) * 2 * cols;
     Row product([=](int i) {
         return silu(load4_if(i < cols, row + i)) * load4_if(i < cols, row + cols + i);
     }, cols);
-    product.store_scaled(stride, x, scale);
+    product.store_scaled(product.largest_of_all(), 1.0f, stride, x, scale);
 }
 
 // Page `target` of every layer becomes a copy of page `source`.
@@ -1836,15 +1832,14 @@ KERNEL rmsnorm_f32(const float* h, const float* w, const int* rows, float* out, 
 // x f16 [rows heads, stride] and scale [rows heads]: pieces of `width` values, `pitch` apart, of
 // each row of from f32 [rows, cols].
 // PRECOND: grid (rows heads), at most 1024 threads in whole warps; cols, pitch, width % 4 = 0;
-// stride = width rounded up to 128. One block holds one piece. Moves 4 width + 2 stride bytes (the
-// second read hits the cache).
+// stride = width rounded up to 128. One block holds one piece. Moves 4 width + 2 stride bytes.
 KERNEL scale_rows(const float* from, uint4* x, float* scale, int cols, int heads, int pitch,
                   int width, int stride) {
     follow_predecessor();
     const int row = blockIdx.x / heads, head = blockIdx.x % heads;
     const float* piece = from + int64_t(row) * cols + head * pitch;
     Row values([=](int i) { return load4_if(i < width, piece + i); }, width);
-    values.store_scaled(stride, x, scale);
+    values.store_scaled(values.largest_of_all(), 1.0f, stride, x, scale);
 }
 
 // Queries [rows, H (R + D)], f16 (f32 if KV is f32), and the key of latent attention into its page:
@@ -2257,7 +2252,6 @@ struct Routing {
 // One warp: the k best of a row's experts. Lane l holds the `own` experts from own * l on.
 DEVICE void route_row(const Routing& work, int row, float (&scores)[MOST_EXPERTS]) {
     const int lane = threadIdx.x & 31, n_experts = work.n_experts, own = (n_experts + 31) / 32;
-    const bool sigmoid = work.sigmoid;
     const auto each = [&](auto visit) {  // of the lane's experts
 #pragma unroll
         for (int i = 0; i < LANE_EXPERTS; i++) {
@@ -2273,9 +2267,9 @@ DEVICE void route_row(const Routing& work, int row, float (&scores)[MOST_EXPERTS
     });
     largest = warp_max(largest);
     each([&](int i, int) {
-        sum += p[i] = sigmoid ? 1.0f / (1.0f + expf(-p[i])) : expf(p[i] - largest);
+        sum += p[i] = work.sigmoid ? 1.0f / (1.0f + expf(-p[i])) : expf(p[i] - largest);
     });
-    const float share = sigmoid ? 1.0f : 1.0f / warp_sum(sum);
+    const float share = work.sigmoid ? 1.0f : 1.0f / warp_sum(sum);
 
     unsigned rank[LANE_EXPERTS], chosen = 0;  // bit i: the lane's expert i
     each([&](int i, int expert) {
@@ -2291,7 +2285,7 @@ DEVICE void route_row(const Routing& work, int row, float (&scores)[MOST_EXPERTS
             second = fmaxf(second, fminf(best, scores[i]));
             best = fmaxf(best, scores[i]);
         }
-        const float mine = sigmoid ? best + second : best;
+        const float mine = work.sigmoid ? best + second : best;
         int better = 0;
         for (int g = 0; g < work.n_groups; g++) {
             const float other = __shfl_sync(ALL_LANES, mine, g);
@@ -2324,8 +2318,8 @@ DEVICE void route_row(const Routing& work, int row, float (&scores)[MOST_EXPERTS
 }
 
 // One block, whose counts are zero: the pairs sorted by expert, those of one in any order, and the
-// items: (expert, its first place in pairs, how many, 0). n_items is what the worst spread needs; items without need
-// have no pairs.
+// items: (expert, its first place in pairs, how many, 0). n_items is what the worst spread needs;
+// items without need have no pairs.
 DEVICE void list_items(const Routing& work, int (&counts)[MOST_EXPERTS]) {
     const int n_pairs = work.rows * work.k, bits = work.tile_bits, tile = 1 << bits;
 #pragma unroll 4
@@ -2379,10 +2373,7 @@ KERNEL __launch_bounds__(32 * ROUTE_ROWS) route(const __grid_constant__ Routing 
     if (gridDim.x > 1) {
         __threadfence();
         __syncthreads();
-        if (threadIdx.x == 0) {
-            last = atomicAdd(work.finished, 1u) == gridDim.x - 1;
-            if (last) *work.finished = 0;
-        }
+        if (threadIdx.x == 0) last = atomicInc(work.finished, gridDim.x - 1) == gridDim.x - 1;
         __syncthreads();
         if (!last) return;
         __threadfence();
@@ -2408,7 +2399,7 @@ struct LinearExperts {
     const int4* items;  // or null: each token wants all `heads`, row by row of x
     const int* pairs;
     Int per_x, heads;   // heads: 1 with items
-    Int known;          // the items were there when the predecessor started
+    Int known;          // the items were there when the predecessor let this kernel start
 };
 
 // Calls body(Is<FORMAT>, product, place, rows) for the item blockIdx.y, if it has tokens.
@@ -2440,8 +2431,8 @@ constexpr int EXPERT_WARPS = 4;
 KERNEL __launch_bounds__(32 * EXPERT_WARPS, 6)
 linear_experts_8(const __grid_constant__ LinearExperts work) {
     __shared__ float sums[2][FEW_SUMS<EXPERT_WARPS>];
-    if (!work.known) wait_for_predecessor();
     let_successor_start();
+    if (!work.known) wait_for_predecessor();
     with_item<8>(work, [&](auto format, const Product& product, const Place& place, auto rows) {
         linear_few<format, 1, 6, EXPERT_WARPS>(product, place, rows, sums);
     });
@@ -2528,7 +2519,7 @@ KERNEL delta_conv(const __grid_constant__ DeltaNet work) {
         const int slot = work.slots[row], position = work.positions[row];
         float u[MOST_TAPS][DELTA_DIM / 32], x[DELTA_DIM / 32] = {}, squares = 0.0f;
         for (int back = 0; back < MOST_TAPS; back++) {
-            const bool here = row >= back && work.slots[max(row - back, 0)] == slot;
+            const bool here = row >= back && work.slots[max(row - back, 0)] == slot;  // in u
             const bool real = back == 0 || (back < width && slot >= 0 && position >= back);
             const float* from = back == 0 || here ? work.u_row(row - back)
                                                   : work.record(slot, position - back);
@@ -2555,15 +2546,9 @@ KERNEL delta_conv(const __grid_constant__ DeltaNet work) {
 }
 
 // A lane holds 8 values of k of two columns of S: 4 from 4 part on, of each 64. Sixteen lanes share
-// two columns; part = lane / 2. A block has 16 columns of a head.
-constexpr int DELTA_VALUES = 8, DELTA_COLUMNS = 2, DELTA_WARPS = 4;
-constexpr int DELTA_BLOCK_COLUMNS = 4 * DELTA_WARPS;
-constexpr int DELTA_AHEAD = 8;  // tokens that wait in shared memory, twice
-
-// What a block needs of a token.
-struct DeltaToken {
-    float k[DELTA_DIM], q[DELTA_DIM], v[DELTA_BLOCK_COLUMNS], beta, decay, padding[2];
-};
+// a column; part = lane / 2.
+constexpr int DELTA_VALUES = 8, DELTA_COLUMNS = 2, DELTA_THREADS = 128;
+constexpr int DELTA_WARPS = DELTA_DIM / (2 * DELTA_COLUMNS);  // that hold S of a head
 
 DEVICE void load_part(float (&x)[DELTA_VALUES], const float* from) {
     for (int i = 0; i < DELTA_VALUES; i += 4)
@@ -2577,10 +2562,10 @@ DEVICE float part_product(const float (&a)[DELTA_VALUES], const float (&b)[DELTA
 }
 // The sums over the parts of four values. A lane gives half of them away, twice: it ends with
 // a[column] if bit 1 of it is clear, else with b[column], where `column` is its bit 2.
-DEVICE float sum_of_parts(const float (&a)[2], const float (&b)[2]) {
+DEVICE float sum_of_parts(const float (&a)[DELTA_COLUMNS], const float (&b)[DELTA_COLUMNS]) {
     const bool keeps_b = threadIdx.x & 2, second = threadIdx.x & 4;
-    float x[2];
-    for (int j = 0; j < 2; j++)
+    float x[DELTA_COLUMNS];
+    for (int j = 0; j < DELTA_COLUMNS; j++)
         x[j] = __fadd_rn(keeps_b ? b[j] : a[j],
                          __shfl_xor_sync(ALL_LANES, keeps_b ? a[j] : b[j], 2));
     float sum = __fadd_rn(second ? x[1] : x[0],
@@ -2589,6 +2574,11 @@ DEVICE float sum_of_parts(const float (&a)[2], const float (&b)[2]) {
     return sum;
 }
 
+// What a lane needs of a token.
+struct DeltaToken {
+    float k[DELTA_VALUES], q[DELTA_VALUES], v[DELTA_COLUMNS], beta, decay;
+};
+
 // Per span and v head: S takes the pending tokens from their records, then the rows, each of which
 // gets o = S^T q. A span that commits stores this S; any other stores the S before its rows, which
 // become records. Of rows that commit only the u stays that the next convolution looks back at.
@@ -2596,46 +2586,26 @@ DEVICE float sum_of_parts(const float (&a)[2], const float (&b)[2]) {
 // commits); pending + rows that do not commit <= ring.
 // One warp holds 4 columns of S in registers; it reads them once and stores them at most once. The
 // last span comes first: prompts stand there, and take longest.
-KERNEL __launch_bounds__(32 * DELTA_WARPS) delta_rule(const __grid_constant__ DeltaNet work) {
+KERNEL __launch_bounds__(DELTA_THREADS) delta_rule(const __grid_constant__ DeltaNet work) {
     follow_predecessor();
-    __shared__ __align__(16) DeltaToken ring[2][DELTA_AHEAD];
     const int* span = work.spans + 6 * (gridDim.y - 1 - blockIdx.y);
     const int first = span[0], rows = span[1], slot = span[2], position = span[3],
               pending = span[4], commits = span[5];
-    const int lane = threadIdx.x & 31, warp = threadIdx.x / 32, part = lane / 2;
-    const int column = 4 * warp + lane % 2 * DELTA_COLUMNS;  // the lane's first in the block
-    const int block_v = blockIdx.x * DELTA_BLOCK_COLUMNS, head = block_v / DELTA_DIM;
+    const int lane = threadIdx.x & 31, part = lane / 2;
+    const int warp = blockIdx.x * (DELTA_THREADS / 32) + threadIdx.x / 32;
+    const int head = warp / DELTA_WARPS, at_v = (2 * warp + lane % 2) * DELTA_COLUMNS;
     const int k_head = work.grouped ? head / (work.v_heads / work.k_heads) : head % work.k_heads;
     const int n_k = work.k_heads * DELTA_DIM, n_v = work.v_heads * DELTA_DIM;
-    float* o = work.o + int64_t(first) * n_v + block_v + column;
+    const int at_k = k_head * DELTA_DIM + 4 * part;  // at_v: column at_v % DELTA_DIM of the head
+    float* o = work.o + int64_t(first) * n_v + at_v;
+    auto store_o = [&](int row, float sum) {  // of sum_of_parts, where it is one of its second
+        if ((lane & ~5) == 2) o[row * n_v + lane / 4] = sum;
+    };
     if (slot < 0) {
-        for (int row = 0; row < rows; row++)
-            if (part == 0) *reinterpret_cast<float2*>(o + int64_t(row) * n_v) = float2{};
+        for (int row = 0; row < rows; row++) store_o(row, 0.0f);
         return;
     }
-    // The tokens from `t` rows behind the first one on; a warp copies two of eight. From k on, a
-    // record is like a row of c; what it has in place of q is not used.
-    const float* c = work.c_row(first);
-    const int channels = work.channels(), from_q = k_head * DELTA_DIM + 4 * lane;
-    const int more = lane - DELTA_BLOCK_COLUMNS / 4;  // lanes that copy v, then beta and decay
-    const int from_more = more < 0 ? 2 * n_k + block_v + 4 * lane
-                                   : channels + head + more * work.v_heads;
-    const int to_more = 2 * DELTA_DIM + (more < 0 ? 4 * lane : DELTA_BLOCK_COLUMNS + more);
-    auto fetch = [&](int t, DeltaToken* tokens) {
-        for (int i = warp; i < min(DELTA_AHEAD, rows - t); i += DELTA_WARPS) {
-            const float* from = t + i < 0 ? work.record(slot, position + t + i) + channels - n_k
-                                          : c + int64_t(t + i) * work.c_values;
-            const unsigned to = unsigned(__cvta_generic_to_shared(tokens + i));
-            copy_async<16>(to + 16 * lane, from + n_k + from_q);
-            copy_async<16>(to + 4 * DELTA_DIM + 16 * lane, from + from_q);
-            if (more < 0) copy_async<16>(to + 4 * to_more, from + from_more);
-            else if (more < 2) copy_async<4>(to + 4 * to_more, from + from_more);
-        }
-        asm volatile("cp.async.commit_group;");
-    };
-    fetch(-pending, ring[0]);
-
-    float* state = work.state(slot) + (block_v + column) * DELTA_DIM + 4 * part;
+    float* state = work.state(slot) + at_v * DELTA_DIM + 4 * part;
     float s[DELTA_COLUMNS][DELTA_VALUES] = {};
     for (int j = 0; position > pending && j < DELTA_COLUMNS; j++)
         load_part(s[j], state + j * DELTA_DIM);
@@ -2644,52 +2614,49 @@ KERNEL __launch_bounds__(32 * DELTA_WARPS) delta_rule(const __grid_constant__ De
             for (int i = 0; i < DELTA_VALUES; i += 4)
                 *reinterpret_cast<float4*>(state + j * DELTA_DIM + 16 * i) = load4(s[j] + i);
     };
+    // The token `t` rows behind the first one. From k on, a record is like a row of c; what it has
+    // in place of q is not used.
+    const float* c = work.c_row(first);
+    auto load_token = [&](int t) {
+        const float* q = t < 0 ? work.record(slot, position + t) + work.channels() - n_k
+                               : c + t * work.c_values;
+        const float *k = q + n_k, *v = k + n_k, *gates = v + n_v + head;
+        DeltaToken token;
+        load_part(token.q, q + at_k);
+        load_part(token.k, k + at_k);
+        *reinterpret_cast<float2*>(token.v) = *reinterpret_cast<const float2*>(v + at_v);
+        token.beta = gates[0], token.decay = gates[work.v_heads];
+        return token;
+    };
+
     // `out` is this lane's part of o, added up with the products of the next token: a sum over
-    // lanes is a long wait.
+    // lanes is a long wait. Tokens are loaded one ahead; two in a loop need no register moves.
     float out[DELTA_COLUMNS] = {};
-    auto store_o = [&](int row, float sum) {
-        if ((lane & ~5) == 2) o[int64_t(row) * n_v + lane / 4] = sum;
-    };
-    int t = -pending;
-    const DeltaToken* token;
-    auto take_tokens = [&](int end) {
-        for (; t < end; t++, token++) {
-            float k[DELTA_VALUES], q[DELTA_VALUES], known[DELTA_COLUMNS];
-            load_part(k, token->k + 4 * part);
-            load_part(q, token->q + 4 * part);
-            const float2 v = *reinterpret_cast<const float2*>(token->v + column);
-            const float beta = token->beta, decay = token->decay;
-            for (int j = 0; j < DELTA_COLUMNS; j++) known[j] = part_product(s[j], k);  // S^T k
-            const float sum = sum_of_parts(known, out);
-            if (t > 0) store_o(t - 1, sum);
-            for (int j = 0; j < DELTA_COLUMNS; j++) {
-                const float all = __shfl_sync(ALL_LANES, sum, lane % 2 + 4 * j);
-                const float delta = __fmul_rn(beta, fmaf(-decay, all, j ? v.y : v.x));
-                for (int i = 0; i < DELTA_VALUES; i++)
-                    s[j][i] = fmaf(k[i], delta, __fmul_rn(decay, s[j][i]));
-                out[j] = part_product(s[j], q);
-            }
+    DeltaToken next = load_token(-pending);
+#pragma unroll 2
+    for (int t = -pending; t < rows; t++) {
+        const DeltaToken token = next;
+        next = load_token(min(t + 1, rows - 1));
+        float known[DELTA_COLUMNS];  // what S holds under k: S^T k
+        for (int j = 0; j < DELTA_COLUMNS; j++) known[j] = part_product(s[j], token.k);
+        const float sum = sum_of_parts(known, out);
+        if (t > 0) store_o(t - 1, sum);
+        for (int j = 0; j < DELTA_COLUMNS; j++) {
+            const float all = __shfl_sync(ALL_LANES, sum, lane % 2 + 4 * j);  // of known
+            const float delta = __fmul_rn(token.beta, fmaf(-token.decay, all, token.v[j]));
+            for (int i = 0; i < DELTA_VALUES; i++)
+                s[j][i] = fmaf(token.k[i], delta, __fmul_rn(token.decay, s[j][i]));
+            out[j] = part_product(s[j], token.q);
         }
-    };
-    for (int turn = 0; t < rows; turn ^= 1) {
-        asm volatile("cp.async.wait_group 0;");
-        __syncthreads();
-        const int end = min(t + DELTA_AHEAD, rows);
-        fetch(t + DELTA_AHEAD, ring[turn ^ 1]);
-        token = ring[turn];
-        if (t < 0) {
-            take_tokens(min(end, 0));
-            if (t == 0 && !commits) store_state();
-        }
-        take_tokens(end);
+        if (t == -1 && !commits) store_state();
     }
     store_o(rows - 1, sum_of_parts(out, out));
     if (commits) store_state();
 
     const int kept = commits ? min(rows, work.width - 1) : rows;
-    const int values = commits ? channels : work.record_values;
-    for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < kept * values;
-         i += gridDim.x * blockDim.x) {
+    const int channels = work.channels(), values = commits ? channels : work.record_values;
+    for (int i = blockIdx.x * DELTA_THREADS + threadIdx.x; i < kept * values;
+         i += gridDim.x * DELTA_THREADS) {
         const int row = rows - kept + i / values, at = i % values;
         work.record(slot, position + row)[at] =
             at < channels ? work.u_row(first + row)[at]
@@ -2699,8 +2666,8 @@ KERNEL __launch_bounds__(32 * DELTA_WARPS) delta_rule(const __grid_constant__ De
 
 // x[r] = rmsnorm of each head of o, times norm and silu(z): o f32 [rows, cols], z in rows of u that
 // are u_stride long -> x f16 [rows, stride], scale.
-// PRECOND: grid (rows), 1024 threads; cols = stride = whole heads of DELTA_DIM.
-// One block holds one row, one warp a head; both are computed twice, as in silu_mul.
+// PRECOND: grid (rows), at most 1024 threads; cols = stride = whole heads of DELTA_DIM.
+// One block holds one row, one warp a head at a time.
 KERNEL delta_norm(const float* o, const float* z, const float* norm, uint4* x, float* scale,
                   int cols, int u_stride, float eps) {
     follow_predecessor();
@@ -2711,5 +2678,5 @@ KERNEL delta_norm(const float* o, const float* z, const float* norm, uint4* x, f
         const float inverse = rsqrtf(warp_sum(squares(head)) / DELTA_DIM + eps);
         return head * inverse * load4(norm + i % DELTA_DIM) * silu(load4_if(i < cols, z + i));
     }, cols);
-    values.store_scaled(cols, x, scale);
+    values.store_scaled(values.largest_of_all(), 1.0f, cols, x, scale);
 }

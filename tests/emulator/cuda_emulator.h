@@ -159,6 +159,7 @@ auto min(A a, B b) {
         return old;                                                                               \
     }
 ATOMIC(atomicAdd, old + value)
+ATOMIC(atomicInc, old >= value ? 0 : old + 1)
 ATOMIC(atomicMax, old > value ? old : value)
 ATOMIC(atomicMin, old < value ? old : value)
 ATOMIC(atomicOr, old | value)

@@ -971,7 +971,7 @@ class Device:
                         self.buffer("route_items", (busy + (n_pairs - busy) // tile, 4), np.int32),
                         tile)
         self.launch("route", (-(-rows // 8),), 256,
-                    (logits, bias, batch.slots, routes.experts, routes.weights, routes.pairs,
+                    (logits, bias, batch.slots, routes.weights, routes.experts, routes.pairs,
                      routes.items, self.buffer("route_finished", (1,), np.uint32), rows, stride, n,
                      k, cfg.router_sigmoid, cfg.router_norm, float(cfg.router_scale),
                      cfg.router_groups, cfg.router_groups_used, tile.bit_length() - 1,

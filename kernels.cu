@@ -2239,9 +2239,8 @@ constexpr float SMALLEST_SUM = 6.1e-5f;
 struct Routing {
     const float *logits, *bias;
     const int* slots;
-    int* experts;
     float* weights;
-    int* pairs;
+    int *experts, *pairs;
     int4* items;
     unsigned* finished;  // blocks, zero before and after
     Int rows, stride, n_experts, k, sigmoid, norm;
@@ -2458,16 +2457,13 @@ KERNEL combine(const float* y, const int* experts, const float* weights, const f
     follow_predecessor();
     const int column = blockIdx.x * blockDim.x + threadIdx.x, row = blockIdx.y;
     if (column >= cols) return;
-    const int64_t at = int64_t(row) * cols + column, gate = int64_t(row + 1) * n_logits - 1;
-    const float before = h[at];
     float total = 0.0f;
-#pragma unroll 8
-    for (int pair = row * k; pair < row * k + k; pair++) {
-        const float value = y[int64_t(pair) * cols + column];  // without an expert: anything
-        total = experts[pair] >= 0 ? total + weights[pair] * value : total;
-    }
+#pragma unroll 4
+    for (int pair = row * k; pair < row * k + k; pair++)
+        if (experts[pair] >= 0) total += weights[pair] * y[int64_t(pair) * cols + column];
+    const int64_t at = int64_t(row) * cols + column, gate = int64_t(row + 1) * n_logits - 1;
     if (shared) total += logits ? times_sigmoid(shared[at], logits[gate]) : shared[at];
-    h[at] = before + total;
+    h[at] += total;
 }
 
 // ---------------------------------------------------------------------------------------------
@@ -2546,9 +2542,16 @@ KERNEL delta_conv(const __grid_constant__ DeltaNet work) {
 }
 
 // A lane holds 8 values of k of two columns of S: 4 from 4 part on, of each 64. Sixteen lanes share
-// a column; part = lane / 2.
-constexpr int DELTA_VALUES = 8, DELTA_COLUMNS = 2, DELTA_THREADS = 128;
-constexpr int DELTA_WARPS = DELTA_DIM / (2 * DELTA_COLUMNS);  // that hold S of a head
+// two columns; part = lane / 2. A block has 16 columns of a head.
+constexpr int DELTA_VALUES = 8, DELTA_COLUMNS = 2, DELTA_WARPS = 4;
+constexpr int DELTA_BLOCK_COLUMNS = 4 * DELTA_WARPS;
+constexpr int DELTA_AHEAD = 8;  // tokens that wait in shared memory, twice
+
+// What a block needs of a token. From shared memory: 64 rows of decode of the 27B take 111 us a layer
+// on an H200; with loads from global memory, one token ahead, 134.
+struct DeltaToken {
+    float k[DELTA_DIM], q[DELTA_DIM], v[DELTA_BLOCK_COLUMNS], beta, decay, padding[2];
+};
 
 DEVICE void load_part(float (&x)[DELTA_VALUES], const float* from) {
     for (int i = 0; i < DELTA_VALUES; i += 4)
@@ -2562,10 +2565,10 @@ DEVICE float part_product(const float (&a)[DELTA_VALUES], const float (&b)[DELTA
 }
 // The sums over the parts of four values. A lane gives half of them away, twice: it ends with
 // a[column] if bit 1 of it is clear, else with b[column], where `column` is its bit 2.
-DEVICE float sum_of_parts(const float (&a)[DELTA_COLUMNS], const float (&b)[DELTA_COLUMNS]) {
+DEVICE float sum_of_parts(const float (&a)[2], const float (&b)[2]) {
     const bool keeps_b = threadIdx.x & 2, second = threadIdx.x & 4;
-    float x[DELTA_COLUMNS];
-    for (int j = 0; j < DELTA_COLUMNS; j++)
+    float x[2];
+    for (int j = 0; j < 2; j++)
         x[j] = __fadd_rn(keeps_b ? b[j] : a[j],
                          __shfl_xor_sync(ALL_LANES, keeps_b ? a[j] : b[j], 2));
     float sum = __fadd_rn(second ? x[1] : x[0],
@@ -2574,11 +2577,6 @@ DEVICE float sum_of_parts(const float (&a)[DELTA_COLUMNS], const float (&b)[DELT
     return sum;
 }
 
-// What a lane needs of a token.
-struct DeltaToken {
-    float k[DELTA_VALUES], q[DELTA_VALUES], v[DELTA_COLUMNS], beta, decay;
-};
-
 // Per span and v head: S takes the pending tokens from their records, then the rows, each of which
 // gets o = S^T q. A span that commits stores this S; any other stores the S before its rows, which
 // become records. Of rows that commit only the u stays that the next convolution looks back at.
@@ -2586,26 +2584,45 @@ struct DeltaToken {
 // commits); pending + rows that do not commit <= ring.
 // One warp holds 4 columns of S in registers; it reads them once and stores them at most once. The
 // last span comes first: prompts stand there, and take longest.
-KERNEL __launch_bounds__(DELTA_THREADS) delta_rule(const __grid_constant__ DeltaNet work) {
+KERNEL __launch_bounds__(32 * DELTA_WARPS) delta_rule(const __grid_constant__ DeltaNet work) {
     follow_predecessor();
+    __shared__ __align__(16) DeltaToken ring[2][DELTA_AHEAD];
     const int* span = work.spans + 6 * (gridDim.y - 1 - blockIdx.y);
     const int first = span[0], rows = span[1], slot = span[2], position = span[3],
               pending = span[4], commits = span[5];
-    const int lane = threadIdx.x & 31, part = lane / 2;
-    const int warp = blockIdx.x * (DELTA_THREADS / 32) + threadIdx.x / 32;
-    const int head = warp / DELTA_WARPS, at_v = (2 * warp + lane % 2) * DELTA_COLUMNS;
+    const int lane = threadIdx.x & 31, warp = threadIdx.x / 32, part = lane / 2;
+    const int column = 4 * warp + lane % 2 * DELTA_COLUMNS;  // the lane's first in the block
+    const int block_v = blockIdx.x * DELTA_BLOCK_COLUMNS, head = block_v / DELTA_DIM;
     const int k_head = work.grouped ? head / (work.v_heads / work.k_heads) : head % work.k_heads;
     const int n_k = work.k_heads * DELTA_DIM, n_v = work.v_heads * DELTA_DIM;
-    const int at_k = k_head * DELTA_DIM + 4 * part;  // at_v: column at_v % DELTA_DIM of the head
-    float* o = work.o + int64_t(first) * n_v + at_v;
-    auto store_o = [&](int row, float sum) {  // of sum_of_parts, where it is one of its second
-        if ((lane & ~5) == 2) o[row * n_v + lane / 4] = sum;
+    float* o = work.o + int64_t(first) * n_v + block_v + column;
+    for (int row = 0; slot < 0 && part == 0 && row < rows; row++)
+        *reinterpret_cast<float2*>(o + int64_t(row) * n_v) = float2{};
+    if (slot < 0) return;
+    // Copies the tokens from `t` rows behind the first one on. From k on, a record is like a row of
+    // c; what it has in place of q is not used.
+    const float* c = work.c_row(first);
+    auto fetch = [&](int t, DeltaToken* tokens) {
+        for (int i = warp; i < min(DELTA_AHEAD, rows - t); i += DELTA_WARPS) {
+            const float* q = t + i < 0 ? work.record(slot, position + t + i) + work.channels() - n_k
+                                       : c + int64_t(t + i) * work.c_values;
+            const float *k = q + n_k, *v = k + n_k, *gates = v + n_v + head;
+            const auto copy = [](auto bytes, const float* to, const float* from) {
+                copy_async<bytes>(unsigned(__cvta_generic_to_shared(to)), from);
+            };
+            DeltaToken& token = tokens[i];
+            const int at = 4 * lane, gate = lane % 2;
+            copy(Is<16>(), token.k + at, k + k_head * DELTA_DIM + at);
+            copy(Is<16>(), token.q + at, q + k_head * DELTA_DIM + at);
+            if (at < DELTA_BLOCK_COLUMNS) copy(Is<16>(), token.v + at, v + block_v + at);
+            else if (at < DELTA_BLOCK_COLUMNS + 8)  // beta and decay, by two lanes
+                copy(Is<4>(), &token.beta + gate, gates + gate * work.v_heads);
+        }
+        asm volatile("cp.async.commit_group;");
     };
-    if (slot < 0) {
-        for (int row = 0; row < rows; row++) store_o(row, 0.0f);
-        return;
-    }
-    float* state = work.state(slot) + at_v * DELTA_DIM + 4 * part;
+    fetch(-pending, ring[0]);
+
+    float* state = work.state(slot) + (block_v + column) * DELTA_DIM + 4 * part;
     float s[DELTA_COLUMNS][DELTA_VALUES] = {};
     for (int j = 0; position > pending && j < DELTA_COLUMNS; j++)
         load_part(s[j], state + j * DELTA_DIM);
@@ -2614,49 +2631,44 @@ KERNEL __launch_bounds__(DELTA_THREADS) delta_rule(const __grid_constant__ Delta
             for (int i = 0; i < DELTA_VALUES; i += 4)
                 *reinterpret_cast<float4*>(state + j * DELTA_DIM + 16 * i) = load4(s[j] + i);
     };
-    // The token `t` rows behind the first one. From k on, a record is like a row of c; what it has
-    // in place of q is not used.
-    const float* c = work.c_row(first);
-    auto load_token = [&](int t) {
-        const float* q = t < 0 ? work.record(slot, position + t) + work.channels() - n_k
-                               : c + t * work.c_values;
-        const float *k = q + n_k, *v = k + n_k, *gates = v + n_v + head;
-        DeltaToken token;
-        load_part(token.q, q + at_k);
-        load_part(token.k, k + at_k);
-        *reinterpret_cast<float2*>(token.v) = *reinterpret_cast<const float2*>(v + at_v);
-        token.beta = gates[0], token.decay = gates[work.v_heads];
-        return token;
-    };
-
     // `out` is this lane's part of o, added up with the products of the next token: a sum over
-    // lanes is a long wait. Tokens are loaded one ahead; two in a loop need no register moves.
+    // lanes is a long wait.
     float out[DELTA_COLUMNS] = {};
-    DeltaToken next = load_token(-pending);
-#pragma unroll 2
-    for (int t = -pending; t < rows; t++) {
-        const DeltaToken token = next;
-        next = load_token(min(t + 1, rows - 1));
-        float known[DELTA_COLUMNS];  // what S holds under k: S^T k
-        for (int j = 0; j < DELTA_COLUMNS; j++) known[j] = part_product(s[j], token.k);
-        const float sum = sum_of_parts(known, out);
-        if (t > 0) store_o(t - 1, sum);
-        for (int j = 0; j < DELTA_COLUMNS; j++) {
-            const float all = __shfl_sync(ALL_LANES, sum, lane % 2 + 4 * j);  // of known
-            const float delta = __fmul_rn(token.beta, fmaf(-token.decay, all, token.v[j]));
-            for (int i = 0; i < DELTA_VALUES; i++)
-                s[j][i] = fmaf(token.k[i], delta, __fmul_rn(token.decay, s[j][i]));
-            out[j] = part_product(s[j], token.q);
+    auto store_o = [&](int row, float sum) {
+        if ((lane & ~5) == 2) o[int64_t(row) * n_v + lane / 4] = sum;
+    };
+    for (int t = -pending, turn = 0; t < rows; turn ^= 1) {
+        asm volatile("cp.async.wait_group 0;");
+        __syncthreads();
+        const DeltaToken* token = ring[turn];
+        const int end = min(t + DELTA_AHEAD, rows);
+        fetch(t + DELTA_AHEAD, ring[turn ^ 1]);
+        for (; t < end; t++, token++) {
+            float k[DELTA_VALUES], q[DELTA_VALUES], known[DELTA_COLUMNS];
+            load_part(k, token->k + 4 * part);
+            load_part(q, token->q + 4 * part);
+            const float2 v = *reinterpret_cast<const float2*>(token->v + column);
+            const float beta = token->beta, decay = token->decay;
+            for (int j = 0; j < DELTA_COLUMNS; j++) known[j] = part_product(s[j], k);  // S^T k
+            const float sum = sum_of_parts(known, out);
+            if (t > 0) store_o(t - 1, sum);
+            for (int j = 0; j < DELTA_COLUMNS; j++) {
+                const float all = __shfl_sync(ALL_LANES, sum, lane % 2 + 4 * j);
+                const float delta = __fmul_rn(beta, fmaf(-decay, all, j ? v.y : v.x));
+                for (int i = 0; i < DELTA_VALUES; i++)
+                    s[j][i] = fmaf(k[i], delta, __fmul_rn(decay, s[j][i]));
+                out[j] = part_product(s[j], q);
+            }
+            if (t == -1 && !commits) store_state();
         }
-        if (t == -1 && !commits) store_state();
     }
     store_o(rows - 1, sum_of_parts(out, out));
     if (commits) store_state();
 
     const int kept = commits ? min(rows, work.width - 1) : rows;
     const int channels = work.channels(), values = commits ? channels : work.record_values;
-    for (int i = blockIdx.x * DELTA_THREADS + threadIdx.x; i < kept * values;
-         i += gridDim.x * DELTA_THREADS) {
+    for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < kept * values;
+         i += gridDim.x * blockDim.x) {
         const int row = rows - kept + i / values, at = i % values;
         work.record(slot, position + row)[at] =
             at < channels ? work.u_row(first + row)[at]

@@ -2547,8 +2547,8 @@ constexpr int DELTA_VALUES = 8, DELTA_COLUMNS = 2, DELTA_WARPS = 4;
 constexpr int DELTA_BLOCK_COLUMNS = 4 * DELTA_WARPS;
 constexpr int DELTA_AHEAD = 8;  // tokens that wait in shared memory, twice
 
-// What a block needs of a token. From shared memory: 64 rows of decode of the 27B take 111 us a layer
-// on an H200; with loads from global memory, one token ahead, 134.
+// What a block needs of a token. From shared memory: 64 rows of decode of the 27B take 111 us a
+// layer on an H200; with loads from global memory, one token ahead, 134.
 struct DeltaToken {
     float k[DELTA_DIM], q[DELTA_DIM], v[DELTA_BLOCK_COLUMNS], beta, decay, padding[2];
 };

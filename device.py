@@ -177,9 +177,9 @@ ATTENTION_THREADS, LATENT_THREADS = 128, 256  # of a block
 WIDEST_HEAD = 128  # for which there are wide tiles
 SEGMENT = 256  # positions under one running softmax
 PARTS_LIMIT = 1 << 28  # bytes of scratch for segments that wait to be merged
-ROW_THREADS = 1024  # of the kernels that hold a row in a block
+ROW_VALUES = 12  # of a thread of the kernels that hold a row in a block, while there are threads
 SAMPLE_THREADS, SAMPLE_STATE_BYTES, SAMPLE_SLICE_BYTES = 512, 39016, 16  # as in kernels.cu
-DELTA_DIM = 128  # values of a head in the gated delta net
+DELTA_DIM, MOST_TAPS = 128, 4  # of the gated delta net: values of a head, width of convolution
 
 # How kernels.cu holds weights of a format (see `Packed` there), in the order of enum WeightFormat:
 # 32-bit words of a lane for a chunk, bytes of scales of a 16-row tile for a part.
@@ -194,7 +194,7 @@ FEW_KERNELS = {"linear_few_8": (256, 2), "linear_few_8_three": (256, 3), "linear
 # Those for more: rows and columns of y that a block holds, and the groups of warps that take parts
 # of K in turn (see `BlockShape` in kernels.cu).
 MORE_KERNELS = {"linear_some": (32, 64, 2), "linear_many": (64, 256, 1),
-                "linear_experts_some": (32, 64, 2)}
+                "linear_experts_some": (32, 128, 1)}
 MORE_THREADS = REPACK_THREADS = 256
 MOST_EXPERTS, MOST_GROUPS = 512, 32  # that `route` can choose from
 
@@ -242,7 +242,7 @@ class Routes:
     experts: Buffer  # int32 [rows, k], ascending, -1 for padding
     weights: Buffer  # f32 [rows, k]
     pairs: Buffer  # int32 [rows * k]: places in `experts`, sorted by expert
-    items: Buffer  # int32 [n, 4], see route_items in kernels.cu
+    items: Buffer  # int32 [n, 4], see list_items in kernels.cu
     tile: int  # most pairs of an item
 
 
@@ -304,12 +304,19 @@ def model_problem(cfg, kv_format):
     elif cfg.n_experts > MOST_EXPERTS or cfg.router_groups > MOST_GROUPS:
         problem = (f"the CUDA kernels know at most {MOST_EXPERTS} experts a layer in {MOST_GROUPS} "
                    f"groups, this model has {cfg.n_experts} in {cfg.router_groups}")
-    elif cfg.n_state_layers and (cfg.delta_dim != DELTA_DIM or cfg.delta_v_heads % 2):
+    elif cfg.n_state_layers and (cfg.delta_dim != DELTA_DIM or cfg.delta_v_heads % 2
+                                 or cfg.conv_width > MOST_TAPS):
         problem = (f"the CUDA kernels take delta nets with an even number of heads of {DELTA_DIM} "
-                   f"values, not {cfg.delta_v_heads} of {cfg.delta_dim}")
+                   f"values, {MOST_TAPS} taps at most: not {cfg.delta_v_heads} of {cfg.delta_dim}, "
+                   f"{cfg.conv_width} taps")
     else:
         return None
     return f"{problem}: use --backend cpu"
+
+
+def row_threads(cols):
+    """Threads of a block that holds a row: whole warps."""
+    return min(1024, padded(-(-cols // ROW_VALUES), 32))
 
 
 def few_shares(blocks, total):
@@ -729,7 +736,7 @@ class Device:
         """
         cols = weight.shape[0]
         x = self.activations("rmsnorm", (h if rows is None else rows).shape[0], cols)
-        self.launch("rmsnorm", (x.rows,), ROW_THREADS,
+        self.launch("rmsnorm", (x.rows,), row_threads(cols),
                     (h, weight, rows, x.data, x.scale, cols, h.shape[1], x.data.shape[1],
                      float(eps)))
         return x
@@ -738,7 +745,7 @@ class Device:
         """The same as f32 [n, cols]: not the input of a matrix product."""
         n, cols = (h if rows is None else rows).shape[0], weight.shape[0]
         out = self.buffer("rmsnorm_f32", (n, cols), np.float32)
-        self.launch("rmsnorm_f32", (n,), ROW_THREADS,
+        self.launch("rmsnorm_f32", (n,), row_threads(cols),
                     (h, weight, rows, out, cols, h.shape[1], float(eps)))
         return out
 
@@ -750,7 +757,7 @@ class Device:
         rows, cols = values.shape
         x = self.activations("scale_rows", rows * heads, width or cols)
         stride = x.data.shape[1]
-        self.launch("scale_rows", (x.rows,), min(ROW_THREADS, stride // 4),
+        self.launch("scale_rows", (x.rows,), row_threads(stride),
                     (values, x.data, x.scale, cols, heads, pitch or cols, x.cols, stride))
         return x
 
@@ -802,6 +809,8 @@ class Device:
         """Grid, threads of a block, thread blocks per row block and bytes of shared memory."""
         if name in FEW_KERNELS:
             threads, held = FEW_KERNELS[name]
+            # Of many items some have no pairs, and their blocks end at once.
+            held *= 2 if n_items > 16 else 1
             shares = few_shares(blocks, held * self.multiprocessors // (n_items or 1))
             return (sum(shares), n_items or 1), threads, shares, 0
         height, columns, groups = MORE_KERNELS[name]
@@ -912,14 +921,14 @@ class Device:
         """c f32 [rows, delta_channels + 2 H_v] = q | k | v | beta | decay of u f32 [rows, .]."""
         rows, cols = u.shape[0], cfg.delta_channels + 2 * cfg.delta_v_heads
         c = self.buffer("delta_conv", (rows, cols), np.float32)
-        self.launch("delta_conv", (rows, -(-cfg.delta_channels // (4 * DELTA_DIM))), 128,
+        self.launch("delta_conv", (min(rows, 128), -(-cfg.delta_channels // (4 * DELTA_DIM))), 128,
                     self.delta_net(u, mixer, c, None, cfg, layer, kv, batch))
         return c
 
     def delta_rule(self, u, c, cfg, layer, kv, batch):
         """o f32 [rows, H_v d] = S^T q; the states take pending tokens, and rows if they commit."""
         o = self.buffer("delta_rule", (u.shape[0], cfg.delta_v_heads * DELTA_DIM), np.float32)
-        self.launch("delta_rule", (8 * cfg.delta_v_heads, batch.spans.shape[0]), 64,
+        self.launch("delta_rule", (8 * cfg.delta_v_heads, batch.spans.shape[0]), 128,
                     self.delta_net(u, None, c, o, cfg, layer, kv, batch))
         return o
 
@@ -927,8 +936,8 @@ class Device:
         """struct DeltaNet of kernels.cu."""
         _, n_layers, values = kv.states.data.shape
         weights = (mixer.conv, mixer.dt, mixer.decay) if mixer else (None,) * 3
-        return (u, *weights, c, o, kv.states.data.at(4 * layer * values),
-                batch.spans, batch.slots, batch.positions, cfg.delta_k_heads, cfg.delta_v_heads,
+        return (u, *weights, c, o, kv.states.data.at(4 * layer * values), batch.spans,
+                batch.slots, batch.positions, u.shape[0], cfg.delta_k_heads, cfg.delta_v_heads,
                 cfg.delta_grouped, cfg.conv_width, kv.states.ring, u.shape[1], c.shape[1],
                 kv.states.record_values, n_layers * values, float(cfg.rms_eps))
 
@@ -936,7 +945,7 @@ class Device:
         """x [rows, H_v d] = rmsnorm of each head of o, times silu(z) with z in u behind v."""
         rows, cols = o.shape
         x = self.activations("delta_norm", rows, cols)
-        self.launch("delta_norm", (rows,), ROW_THREADS,
+        self.launch("delta_norm", (rows,), row_threads(cols),
                     (o, u.at(4 * cfg.delta_channels), norm, x.data, x.scale, cols,
                      u.shape[1], float(cfg.rms_eps)))
         return x
@@ -953,7 +962,7 @@ class Device:
         """x [rows, F] = silu(gate) * up of gate_up f32 [rows, 2F], gate first."""
         rows, cols = gate_up.shape[0], gate_up.shape[1] // 2
         x = self.activations("silu_mul", rows, cols)
-        self.launch("silu_mul", (rows,), ROW_THREADS,
+        self.launch("silu_mul", (rows,), row_threads(cols),
                     (gate_up, x.data, x.scale, cols, x.data.shape[1]))
         return x
 
@@ -967,12 +976,11 @@ class Device:
                         self.buffer("route_pairs", (n_pairs,), np.int32),
                         self.buffer("route_items", (busy + (n_pairs - busy) // tile, 4), np.int32),
                         tile)
-        self.launch("route", (rows,), 32,
-                    (logits, bias, batch.slots, routes.experts, routes.weights, stride, n, k,
-                     cfg.router_sigmoid, cfg.router_norm, float(cfg.router_scale),
-                     cfg.router_groups, cfg.router_groups_used))
-        self.launch("route_items", (-(-n // 8),), 256,
-                    (routes.experts, routes.pairs, routes.items, n_pairs, n, tile,
+        self.launch("route", (-(-rows // 8),), 256,
+                    (logits, bias, batch.slots, routes.weights, routes.experts, routes.pairs,
+                     routes.items, self.buffer("route_finished", (1,), np.uint32), rows, stride, n,
+                     k, cfg.router_sigmoid, cfg.router_norm, float(cfg.router_scale),
+                     cfg.router_groups, cfg.router_groups_used, tile.bit_length() - 1,
                      routes.items.shape[0]))
         return routes
 
@@ -983,15 +991,16 @@ class Device:
         """
         n_pairs = routes.pairs.shape[0]
         y = self.buffer("linear_experts", (n_pairs, w.rows), np.float32)
-        self.multiply(x, w, y, items=(routes.tile, routes.items.shape[0], routes.items,
-                                      routes.pairs, n_pairs // x.rows, 1))
+        self.multiply(x, w, y, items=(
+            routes.tile, routes.items.shape[0], routes.items, routes.pairs, n_pairs // x.rows, 1,
+            x.rows > routes.experts.shape[0]))
         return y
 
     def linear_heads(self, x, w):
         """y f32 [rows, heads * w.rows] = row r * heads + h of x times the rows of head h."""
         heads, rows = w.count, x.rows // w.count
         y, tile = self.buffer("linear_heads", (x.rows, w.rows), np.float32), tile_of(rows)
-        self.multiply(x, w, y, items=(tile, heads * -(-rows // tile), None, None, 1, heads))
+        self.multiply(x, w, y, items=(tile, heads * -(-rows // tile), None, None, 1, heads, True))
         return y.view((rows, heads * w.rows))
 
     def combine(self, y, routes, shared, logits, h):

@@ -244,9 +244,10 @@ def test_pinned_memory_is_used_again():
     ops.close()
 
 
-@pytest.mark.parametrize("dim, v_heads, fits", [(64, 6, False), (128, 5, False), (128, 6, True)])
-def test_other_sizes_are_refused(dim, v_heads, fits):
+@pytest.mark.parametrize("dim, v_heads, width, fits", [
+    (64, 6, 4, False), (128, 5, 4, False), (128, 6, 5, False), (128, 6, 4, True)])
+def test_other_sizes_are_refused(dim, v_heads, width, fits):
     cfg = heads_config(64, 1, 1)
-    vars(cfg).update(n_state_layers=2, delta_dim=dim, delta_v_heads=v_heads)
+    vars(cfg).update(n_state_layers=2, delta_dim=dim, delta_v_heads=v_heads, conv_width=width)
     problem = device_module.model_problem(cfg, "f16")
     assert problem is None if fits else "--backend cpu" in problem

@@ -123,7 +123,7 @@ def test_route(device, monkeypatch, name):
             for expert, first, count, _ in device.download(routes.items):
                 assert 0 <= count <= tile
                 mine = pairs[first:first + count]
-                assert (experts.reshape(-1)[mine] == expert).all() and (np.diff(mine) > 0).all()
+                assert (experts.reshape(-1)[mine] == expert).all()
                 listed += mine.tolist()
             assert sorted(listed) == np.flatnonzero(experts.reshape(-1) >= 0).tolist()
         last = SimpleNamespace(slots=batch.slots[-1:])

@@ -159,6 +159,7 @@ auto min(A a, B b) {
         return old;                                                                               \
     }
 ATOMIC(atomicAdd, old + value)
+ATOMIC(atomicInc, old >= value ? 0 : old + 1)
 ATOMIC(atomicMax, old > value ? old : value)
 ATOMIC(atomicMin, old < value ? old : value)
 ATOMIC(atomicOr, old | value)
@@ -304,6 +305,7 @@ void st(uint64_t address, In... in) {
 }
 
 PTX griddepcontrol_launch_dependents() {}
+PTX prefetch_global_L2(uint64_t) {}
 PTX griddepcontrol_wait() { emulator::waited_for_predecessor = true; }
 PTX bar_sync(unsigned id, unsigned threads = 0) { emulator::barrier(id, threads, true); }
 PTX bar_arrive(unsigned id, unsigned threads) { emulator::barrier(id, threads, false); }

@@ -164,7 +164,6 @@ ATOMIC(atomicMax, old > value ? old : value)
 ATOMIC(atomicMin, old < value ? old : value)
 ATOMIC(atomicOr, old | value)
 ATOMIC(atomicExch, value)
-ATOMIC(atomicInc, old >= value ? 0 : old + 1)
 #undef ATOMIC
 template <typename T>
 T atomicCAS(T* p, T expected, T value) {

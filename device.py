@@ -194,7 +194,7 @@ FEW_KERNELS = {"linear_few_8": (256, 2), "linear_few_8_three": (256, 3), "linear
 # and of each further one.
 MORE_KERNELS = {"linear_16x96": (16, 96, 256, 96, 12, 9), "linear_32x32": (32, 32, 256, 92, 7, 5),
                 "linear_32x64": (32, 64, 256, 96, 10, 9), "linear_32x96": (32, 96, 256, 98, 15, 15),
-                "linear_32x192": (32, 192, 128, 49, 31, 20),
+                "linear_32x192": (32, 192, 128, 49, 31, 22),
                 "linear_64x128": (64, 128, 128, 49, 30, 25)}
 EXPERTS_SOME = 32, 64, 256, 64  # likewise
 REPACK_THREADS = 256
@@ -789,7 +789,8 @@ class Device:
         tiles = sum(-(-b.rows // TILE_ROWS) for b in blocks)
         if rows <= 8:
             return "linear_few_8" if tiles <= 2 * self.multiprocessors else "linear_few_8_three"
-        if rows <= 16 and tiles <= 8 * self.multiprocessors:
+        narrow = tiles <= 8 * self.multiprocessors
+        if rows <= 16 and (narrow or any(b.format == "F16" for b in blocks)):
             return "linear_few_16"
 
         def microseconds(name):

@@ -645,27 +645,33 @@ DEVICE void linear_staged(const Product& product, const Place& place, const Rows
                         piece % CHUNK_PIECES / 32 * (CHUNK_PIECES / 2);
         }
     }
-    unsigned slot = ring, far_slot = ring;  // that are read and written next
-    int far = group * PART_CHUNKS;          // the chunk to be fetched next
-    const auto next_slot = [=](unsigned slot) {
-        return slot + SLOT_BYTES == ring + RING_BYTES ? ring : slot + SLOT_BYTES;
+    constexpr int STEP_BYTES = STEP * SLOT_BYTES;
+    unsigned slots = ring, far_slots = ring;  // of the step that is read, of the one to be fetched
+    int far = group * PART_CHUNKS;            // that one's first chunk
+    const auto next_slots = [=](unsigned slots) {
+        return slots + STEP_BYTES == ring + RING_BYTES ? ring : slots + STEP_BYTES;
     };
     const auto fetch_step = [&] {
-        for (int c = 0; c < STEP; c++) {
-            for (int i = 0; i < COPIES; i++)
-                if (far < chunks)
-                    copy_async<16>(far_slot + (thread + i * GROUP_THREADS) * 16,
-                                   product.x + (copied[i] + far * CHUNK_PIECES));
-            for (int m = 0; m < ROW_TILES && !DIRECT && far < chunks; m++) {
-                const uint8_t* from = tiles[m] + far * P::CHUNK_BYTES;
-                const unsigned to = far_slot + own_words + m * P::CHUNK_BYTES;
-                for_pieces<FORMAT>(lane, [&](auto n, int byte, int) {
-                    copy_async<4 * n>(to + byte, from + byte);
-                });
+        if (far < chunks) {
+            for (int i = 0; i < COPIES; i++) {
+                const uint4* from = product.x + (copied[i] + far * CHUNK_PIECES);
+                for (int c = 0; c < STEP; c++)
+                    copy_async<16>(far_slots + c * SLOT_BYTES + (thread + i * GROUP_THREADS) * 16,
+                                   from + c * CHUNK_PIECES);
             }
-            far += far % PART_CHUNKS < PART_CHUNKS - 1 ? 1 : 1 + (GROUPS - 1) * PART_CHUNKS;
-            far_slot = next_slot(far_slot);
+            for (int m = 0; m < ROW_TILES && !DIRECT; m++) {
+                const uint8_t* from = tiles[m] + far * P::CHUNK_BYTES;
+                for (int c = 0; c < STEP; c++)
+                    for_pieces<FORMAT>(lane, [&](auto n, int byte, int) {
+                        copy_async<4 * n>(far_slots + c * SLOT_BYTES + own_words +
+                                              m * P::CHUNK_BYTES + byte,
+                                          from + c * P::CHUNK_BYTES + byte);
+                    });
+            }
         }
+        far += STEP;
+        if (far % PART_CHUNKS == 0) far += (GROUPS - 1) * PART_CHUNKS;
+        far_slots = next_slots(far_slots);
         asm volatile("cp.async.commit_group;");
     };
     unsigned scales[ROW_TILES][P::SCALE_WORDS], next_scales[ROW_TILES][P::SCALE_WORDS];
@@ -697,6 +703,7 @@ DEVICE void linear_staged(const Product& product, const Place& place, const Rows
                     barrier_sync(group, GROUP_THREADS);
                     fetch_step();
                 }
+                const unsigned slot = slots + c % STEP * SLOT_BYTES;
                 unsigned words[ROW_TILES][P::WORDS];
                 for (int m = 0; m < ROW_TILES; m++) {
                     const unsigned from = slot + own_words + m * P::CHUNK_BYTES;
@@ -725,7 +732,7 @@ DEVICE void linear_staged(const Product& product, const Place& place, const Rows
                                                 b[n][2 * j + 1]);
                     }
                 }
-                slot = next_slot(slot);
+                if ((c + 1) % STEP == 0) slots = next_slots(slots);
             }
             for (int m = 0; m < ROW_TILES; m++)  // the scales of the other pair of chunks
                 for (int i = 0; i < P::SIZE.scale_words / 2; i++)
@@ -808,7 +815,7 @@ DEVICE void linear_block(const Linear& work) {
     linear_##ROWS##x##COLUMNS(const __grid_constant__ Linear work) {                             \
         linear_block<Block##ROWS##x##COLUMNS>(work);                                             \
     }
-LINEAR_BLOCK(16, 96, 2, 3, 2, 2, 4, 90)
+LINEAR_BLOCK(16, 96, 2, 3, 2, 2, 4, 78)
 LINEAR_BLOCK(32, 32, 2, 1, 4, 2, 4, 88)
 LINEAR_BLOCK(32, 64, 2, 2, 4, 2, 4, 88)
 LINEAR_BLOCK(32, 96, 1, 3, 4, 2, 4, 86)

@@ -192,7 +192,7 @@ FEW_KERNELS = {"linear_few_8": (256, 2), "linear_few_8_three": (256, 3), "linear
 # Those for more: rows and columns of y that a block holds, its threads and KB of shared memory (see
 # `BlockShape` in kernels.cu); us on an H200, at K = 4096, of the first block on each multiprocessor
 # and of each further one.
-MORE_KERNELS = {"linear_16x96": (16, 96, 256, 96, 12, 9), "linear_32x32": (32, 32, 256, 92, 7, 5),
+MORE_KERNELS = {"linear_16x96": (16, 96, 256, 84, 12, 9), "linear_32x32": (32, 32, 256, 92, 7, 5),
                 "linear_32x64": (32, 64, 256, 96, 10, 9), "linear_32x96": (32, 96, 256, 98, 15, 15),
                 "linear_32x192": (32, 192, 128, 49, 31, 22),
                 "linear_64x128": (64, 128, 128, 49, 30, 25)}

@@ -191,11 +191,15 @@ FEW_ROWS = 8  # of a step whose kernels are launched early
 # Kernels for up to 16 rows of x: threads of a block, and blocks that a multiprocessor holds.
 FEW_KERNELS = {"linear_few_8": (256, 2), "linear_few_8_three": (256, 3), "linear_few_16": (256, 2),
                "linear_experts_8": (128, 6)}
-# Those for more: rows and columns of y that a block holds, and the groups of warps that take parts
-# of K in turn (see `BlockShape` in kernels.cu).
-MORE_KERNELS = {"linear_some": (32, 64, 2), "linear_many": (64, 256, 1),
-                "linear_experts_some": (32, 128, 1)}
-MORE_THREADS = REPACK_THREADS = 256
+# Those for more: rows and columns of y that a block holds, its threads and KB of shared memory (see
+# `BlockShape` in kernels.cu); us on an H200, at K = 4096, of the first block on each multiprocessor
+# and of each further one.
+MORE_KERNELS = {"linear_16x96": (16, 96, 256, 84, 12, 9), "linear_32x32": (32, 32, 256, 92, 7, 5),
+                "linear_32x64": (32, 64, 256, 96, 10, 9), "linear_32x96": (32, 96, 256, 98, 15, 15),
+                "linear_32x192": (32, 192, 128, 49, 31, 22),
+                "linear_64x128": (64, 128, 128, 49, 30, 25)}
+EXPERTS_SOME = 32, 128, 256, 40  # likewise
+REPACK_THREADS = 256
 MOST_EXPERTS, MOST_GROUPS = 512, 32  # that `route` can choose from
 
 
@@ -330,7 +334,7 @@ def few_shares(blocks, total):
 
 def tile_of(tokens):
     """Most tokens of an item, by how many an expert has on average."""
-    return FEW_ROWS if tokens <= FEW_ROWS else MORE_KERNELS["linear_experts_some"][0]
+    return FEW_ROWS if tokens <= FEW_ROWS else EXPERTS_SOME[0]
 
 
 # ---- the backend -------------------------------------------------------------------------------
@@ -795,15 +799,18 @@ class Device:
 
     def linear_kernel(self, rows, blocks):
         """The kernel for a product with `rows` rows of x."""
+        tiles = sum(-(-b.rows // TILE_ROWS) for b in blocks)
         if rows <= 8:
-            tiles = sum(-(-b.rows // TILE_ROWS) for b in blocks)
             return "linear_few_8" if tiles <= 2 * self.multiprocessors else "linear_few_8_three"
-        if rows <= 16:
+        narrow = tiles <= 8 * self.multiprocessors
+        if rows <= 16 and (narrow or any(b.format == "F16" for b in blocks)):
             return "linear_few_16"
-        height, columns, _ = MORE_KERNELS["linear_many"]
-        many = -(-rows // height) * sum(-(-b.rows // columns) for b in blocks)
-        enough = rows > 32 and many >= self.multiprocessors * 7 // 10
-        return "linear_many" if enough else "linear_some"
+
+        def microseconds(name):
+            height, columns, *_, first, further = MORE_KERNELS[name]
+            thread_blocks = -(-rows // height) * sum(-(-b.rows // columns) for b in blocks)
+            return first + further * ((thread_blocks - 1) // self.multiprocessors)
+        return min(MORE_KERNELS, key=microseconds)
 
     def linear_plan(self, name, rows, blocks, n_items):
         """Grid, threads of a block, thread blocks per row block and bytes of shared memory."""
@@ -813,15 +820,10 @@ class Device:
             held *= 2 if n_items > 16 else 1
             shares = few_shares(blocks, held * self.multiprocessors // (n_items or 1))
             return (sum(shares), n_items or 1), threads, shares, 0
-        height, columns, groups = MORE_KERNELS[name]
+        height, columns, threads, smem, *_ = MORE_KERNELS.get(name, EXPERTS_SOME)
         shares = [-(-b.rows // columns) for b in blocks]
-        # Two steps of two chunks a group: words of x and of the tiles (F16 has its own way), then
-        # the totals that go from group to group.
-        words = max(0 if b.format == "F16" else PACKINGS[b.format][0] for b in blocks)
-        smem = 4 * groups * (128 * height + 8 * columns * words)
-        smem += 4 * height * columns if groups > 1 else 0
         grid = (sum(shares), n_items) if n_items else (-(-rows // height), sum(shares))
-        return grid, MORE_THREADS, shares, smem
+        return grid, threads, shares, 1024 * smem
 
     def rope_angles(self, cfg, batch):
         """cos and sin f32 [rows, 2, rope_dim / 2] of position times the row's frequencies."""

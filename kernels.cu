@@ -596,11 +596,12 @@ DEVICE void barrier_arrive(int id, int threads) {
 }
 // Shape of a thread block: GROUPS groups take the parts in turn. The WARPS warps of a group take
 // ROW_TILES 16-row tiles each and share the tokens of a chunk: TOKEN_TILES times 8.
-// Shared memory: [group][2 * STEP slots][tokens, then each tile's words of a chunk], totals.
-template <int ROW_TILES_, int TOKEN_TILES_, int WARPS_, int GROUPS_, int STEP_>
+// Shared memory: RING_KB of [group][slot][tokens, then each tile's words of a chunk], with as many
+// slots as fit, then totals.
+template <int ROW_TILES_, int TOKEN_TILES_, int WARPS_, int GROUPS_, int RING_KB_>
 struct BlockShape {
     static constexpr int ROW_TILES = ROW_TILES_, TOKEN_TILES = TOKEN_TILES_, WARPS = WARPS_,
-                         GROUPS = GROUPS_, STEP = STEP_;
+                         GROUPS = GROUPS_, RING_KB = RING_KB_;
     static constexpr int THREADS = 32 * WARPS * GROUPS;
     static constexpr int TILES = ROW_TILES * WARPS;
     static constexpr int TOKEN_BYTES = 8 * TOKEN_TILES * CHUNK * 2;
@@ -611,10 +612,15 @@ DEVICE void linear_staged(const Product& product, const Place& place, const Rows
                           int first_token, uint8_t* shared) {
     using P = Packed<FORMAT>;
     constexpr int ROW_TILES = Shape::ROW_TILES, TOKEN_TILES = Shape::TOKEN_TILES,
-                  GROUPS = Shape::GROUPS, STEP = Shape::STEP, SLOTS = 2 * STEP;
+                  GROUPS = Shape::GROUPS;
     constexpr bool DIRECT = FORMAT == F16;  // its words are the operands: nothing to gain in a ring
     constexpr int WORD_BYTES = DIRECT ? 0 : P::CHUNK_BYTES;
     constexpr int SLOT_BYTES = Shape::TOKEN_BYTES + Shape::TILES * WORD_BYTES;
+    // A group takes STEP chunks from barrier to barrier, and loads up to STEPS - 1 such in advance.
+    constexpr int FITTING = Shape::RING_KB * 1024 / (GROUPS * SLOT_BYTES);
+    constexpr int STEP = FITTING < 4 ? 1 : 2, STEPS = FITTING < 16 ? FITTING / STEP : 8;
+    static_assert(STEPS > 1);
+    constexpr int RING_BYTES = STEPS * STEP * SLOT_BYTES;
     constexpr int GROUP_THREADS = 32 * Shape::WARPS;
     constexpr int COPIES = 64 * TOKEN_TILES / GROUP_THREADS;  // of 16 bytes, a thread's share
     constexpr int BATCH = TOKEN_TILES < 4 ? TOKEN_TILES : 4;  // token tiles of a burst of products
@@ -623,9 +629,6 @@ DEVICE void linear_staged(const Product& product, const Place& place, const Rows
     const int warp = __shfl_sync(ALL_LANES, threadIdx.x >> 5, 0);  // known to be uniform
     const int group = warp / Shape::WARPS, member = warp % Shape::WARPS;
     const int chunks = product.chunks, parts = (chunks + PART_CHUNKS - 1) / PART_CHUNKS;
-    const auto exists = [=](int part, int c) {
-        return P::WHOLE_PARTS ? part < parts : part * PART_CHUNKS + c < chunks;
-    };
     const int tile = place.index * Shape::TILES + member * ROW_TILES;
     const uint8_t* tiles[ROW_TILES];
     for (int m = 0; m < ROW_TILES; m++) {  // past the end: the last tile again, stored by nobody
@@ -635,8 +638,8 @@ DEVICE void linear_staged(const Product& product, const Place& place, const Rows
 
     // A slot holds a chunk: pieces of the tokens, then words of the tiles as in the packed tile,
     // where each lane copies and reads its own.
-    const unsigned ring = unsigned(__cvta_generic_to_shared(shared)) + group * SLOTS * SLOT_BYTES;
-    const unsigned ring_words = ring + Shape::TOKEN_BYTES + member * ROW_TILES * WORD_BYTES;
+    const unsigned ring = unsigned(__cvta_generic_to_shared(shared)) + group * RING_BYTES;
+    const unsigned own_words = Shape::TOKEN_BYTES + member * ROW_TILES * WORD_BYTES;
     const int thread = threadIdx.x - group * GROUP_THREADS;
     unsigned copied[COPIES];  // what this thread copies of x, in pieces
     for (int i = 0; i < COPIES; i++) {  // past the end: the last tokens again, dropped later
@@ -649,94 +652,108 @@ DEVICE void linear_staged(const Product& product, const Place& place, const Rows
                         piece % CHUNK_PIECES / 32 * (CHUNK_PIECES / 2);
         }
     }
-    const auto fetch = [&](int part, int c) {
-        const unsigned slot = c % SLOTS * SLOT_BYTES;
-        const int chunk = part * PART_CHUNKS + c;
-        if (!exists(part, c)) return;
-        for (int i = 0; i < COPIES; i++)
-            copy_async<16>(ring + slot + (thread + i * GROUP_THREADS) * 16,
-                           product.x + (copied[i] + chunk * CHUNK_PIECES));
-        if constexpr (!DIRECT) {
-            for (int m = 0; m < ROW_TILES; m++) {
-                const uint8_t* from = tiles[m] + chunk * P::CHUNK_BYTES;
-                const unsigned to = ring_words + slot + m * P::CHUNK_BYTES;
-                for_pieces<FORMAT>(lane, [&](auto n, int byte, int) {
-                    copy_async<4 * n>(to + byte, from + byte);
-                });
+    constexpr int STEP_BYTES = STEP * SLOT_BYTES;
+    unsigned slots = ring, far_slots = ring;  // of the step that is read, of the one to be fetched
+    int far = group * PART_CHUNKS;            // that one's first chunk
+    const auto next_slots = [=](unsigned slots) {
+        return slots + STEP_BYTES == ring + RING_BYTES ? ring : slots + STEP_BYTES;
+    };
+    const auto fetch_step = [&] {
+        if (far < chunks) {
+            for (int i = 0; i < COPIES; i++) {
+                const uint4* from = product.x + (copied[i] + far * CHUNK_PIECES);
+                for (int c = 0; c < STEP; c++)
+                    copy_async<16>(far_slots + c * SLOT_BYTES + (thread + i * GROUP_THREADS) * 16,
+                                   from + c * CHUNK_PIECES);
+            }
+            for (int m = 0; m < ROW_TILES && !DIRECT; m++) {
+                const uint8_t* from = tiles[m] + far * P::CHUNK_BYTES;
+                for (int c = 0; c < STEP; c++)
+                    for_pieces<FORMAT>(lane, [&](auto n, int byte, int) {
+                        copy_async<4 * n>(far_slots + c * SLOT_BYTES + own_words +
+                                              m * P::CHUNK_BYTES + byte,
+                                          from + c * P::CHUNK_BYTES + byte);
+                    });
             }
         }
-    };
-    const auto fetch_step = [&](int part, int c) {  // STEP chunks, from the one after c - 1
-        for (int i = 0; i < STEP; i++)
-            fetch(part + (c + i) / PART_CHUNKS * GROUPS, (c + i) % PART_CHUNKS);
+        far += STEP;
+        if (far % PART_CHUNKS == 0) far += (GROUPS - 1) * PART_CHUNKS;
+        far_slots = next_slots(far_slots);
         asm volatile("cp.async.commit_group;");
     };
-    unsigned scales[ROW_TILES][P::SCALE_WORDS];
+    unsigned scales[ROW_TILES][P::SCALE_WORDS], next_scales[ROW_TILES][P::SCALE_WORDS];
     const auto load_part_scales = [&](int part) {
         if (part < parts)
             for (int m = 0; m < ROW_TILES; m++)
-                load_scales<FORMAT>(tiles[m], chunks, part, lane, scales[m]);
+                load_scales<FORMAT>(tiles[m], chunks, part, lane, next_scales[m]);
     };
 
     load_part_scales(group);
-    fetch_step(group, 0);
+    for (int step = 1; step < STEPS; step++) fetch_step();
 
     float total[ROW_TILES][TOKEN_TILES][4] = {};  // with several groups: goes via shared memory
     for (int part = group; part < parts; part += GROUPS) {
         float sum[ROW_TILES][TOKEN_TILES][4] = {};
         ChunkScales s[ROW_TILES] = {};
+        for (int m = 0; m < ROW_TILES; m++)
+            for (int i = 0; i < P::SCALE_WORDS; i++) scales[m][i] = next_scales[m][i];
+        load_part_scales(part + GROUPS);
+        const int part_chunks = min(chunks - part * PART_CHUNKS, PART_CHUNKS);
+#pragma unroll 1  // half the code, at the same speed
+        for (int pair = 0; pair < part_chunks; pair += 2) {
 #pragma unroll
-        for (int c = 0; c < PART_CHUNKS; c++) {
-            if (!P::WHOLE_PARTS && !exists(part, c)) break;
-            if (c % STEP == 0) {
-                // This step is there, and all warps of the group have read the one before, whose
-                // slots take the next one.
-                asm volatile("cp.async.wait_group 0;");
-                barrier_sync(GROUPS > 1 ? 1 + group : 1, GROUP_THREADS);
-                fetch_step(part, c + STEP);
-            }
-            const unsigned slot = ring + c % SLOTS * SLOT_BYTES;
-            const unsigned slot_words = ring_words + c % SLOTS * SLOT_BYTES;
-            unsigned words[ROW_TILES][P::WORDS];
-            for (int m = 0; m < ROW_TILES; m++) {
-                const unsigned from = slot_words + m * P::CHUNK_BYTES;
-                if constexpr (DIRECT) {
-                    load_chunk<FORMAT>(tiles[m], part, c, lane, words[m]);
-                } else {
-                    for_pieces<FORMAT>(lane, [&](auto n, int byte, int word) {
-                        load_shared<n>(from + byte, words[m] + word);
-                    });
+            for (int c = 0; c < 2; c++) {
+                if (c % STEP == 0) {
+                    // This step is there, and all warps of the group have read the one before,
+                    // whose slots take another one.
+                    asm volatile("cp.async.wait_group %0;" ::"n"(STEPS - 2));
+                    barrier_sync(group, GROUP_THREADS);
+                    fetch_step();
                 }
-                decode_scales<FORMAT>(scales[m], c, s[m]);
-            }
-            if (c == PART_CHUNKS - 1) load_part_scales(part + GROUPS);
-            for (int half = 0; half < 2; half++) {
-                unsigned a[ROW_TILES][2][4];
-                for (int m = 0; m < ROW_TILES; m++) dequantise<FORMAT>(words[m], s[m], half, a[m]);
-                const unsigned tokens = slot + 512 * half + 16 * lane;
-                for (int batch = 0; batch < TOKEN_TILES; batch += BATCH) {
-                    unsigned b[BATCH][4];
-                    for (int n = 0; n < BATCH; n++)
-                        load_shared<4>(tokens + (batch + n) * 1024, b[n]);
-                    for (int n = 0; n < BATCH; n++)
-                        for (int m = 0; m < ROW_TILES; m++)
-                            mma_16x8x16(sum[m][batch + n], a[m][0], b[n][0], b[n][1]);
-                    for (int n = 0; n < BATCH; n++)
-                        for (int m = 0; m < ROW_TILES; m++)
-                            mma_16x8x16(sum[m][batch + n], a[m][1], b[n][2], b[n][3]);
+                const unsigned slot = slots + c % STEP * SLOT_BYTES;
+                unsigned words[ROW_TILES][P::WORDS];
+                for (int m = 0; m < ROW_TILES; m++) {
+                    const unsigned from = slot + own_words + m * P::CHUNK_BYTES;
+                    if constexpr (DIRECT) {
+                        load_chunk<FORMAT>(tiles[m], part, pair + c, lane, words[m]);
+                    } else {
+                        for_pieces<FORMAT>(lane, [&](auto n, int byte, int word) {
+                            load_shared<n>(from + byte, words[m] + word);
+                        });
+                    }
+                    decode_scales<FORMAT>(scales[m], c, s[m]);
                 }
+                for (int half = 0; half < 2; half++) {
+                    unsigned a[ROW_TILES][2][4];
+                    for (int m = 0; m < ROW_TILES; m++)
+                        dequantise<FORMAT>(words[m], s[m], half, a[m]);
+                    const unsigned tokens = slot + 512 * half + 16 * lane;
+                    for (int batch = 0; batch < TOKEN_TILES; batch += BATCH) {
+                        unsigned b[BATCH][4];
+                        for (int n = 0; n < BATCH; n++)
+                            load_shared<4>(tokens + (batch + n) * 1024, b[n]);
+                        for (int j = 0; j < 2; j++)
+                            for (int n = 0; n < BATCH; n++)
+                                for (int m = 0; m < ROW_TILES; m++)
+                                    mma_16x8x16(sum[m][batch + n], a[m][j], b[n][2 * j],
+                                                b[n][2 * j + 1]);
+                    }
+                }
+                if ((c + 1) % STEP == 0) slots = next_slots(slots);
             }
+            for (int m = 0; m < ROW_TILES; m++)  // the scales of the other pair of chunks
+                for (int i = 0; i < P::SIZE.scale_words / 2; i++)
+                    scales[m][i] = scales[m][i + P::SIZE.scale_words / 2];
         }
         if constexpr (GROUPS == 1) {
             for (int i = 0; i < ROW_TILES * TOKEN_TILES * 4; i++)
                 (&total[0][0][0])[i] = __fadd_rn((&total[0][0][0])[i], (&sum[0][0][0])[i]);
         } else {
-            // The total goes from group to group in part order, lane to lane. Barrier TURN + i
-            // tells member i / GROUPS of group i % GROUPS that its predecessor has written.
-            constexpr int TURN = 1 + GROUPS;
-            static_assert(TURN + Shape::WARPS * GROUPS <= 16, "a block has 16 barriers");
-            if (part > 0) barrier_sync(TURN + member * GROUPS + group, 64);
-            float4* shared_total = reinterpret_cast<float4*>(shared + GROUPS * SLOTS * SLOT_BYTES) +
+            // The total goes from group to group in part order, lane to lane. Barrier GROUPS + i
+            // tells group i that its predecessor has written.
+            static_assert(2 * GROUPS <= 16, "a block has 16 barriers");
+            if (part > 0) barrier_sync(GROUPS + group, 2 * GROUP_THREADS);
+            float4* shared_total = reinterpret_cast<float4*>(shared + GROUPS * RING_BYTES) +
                                    member * ROW_TILES * TOKEN_TILES * 32 + lane;
             for (int m = 0; m < ROW_TILES; m++)
                 for (int n = 0; n < TOKEN_TILES; n++) {
@@ -749,8 +766,7 @@ DEVICE void linear_staged(const Product& product, const Place& place, const Rows
                     after[3] = __fadd_rn(before.w, sum[m][n][3]);
                     if (part + 1 < parts) *at = {after[0], after[1], after[2], after[3]};
                 }
-            if (part + 1 < parts)
-                barrier_arrive(TURN + member * GROUPS + (group + 1) % GROUPS, 64);
+            if (part + 1 < parts) barrier_arrive(GROUPS + (group + 1) % GROUPS, 2 * GROUP_THREADS);
         }
     }
     if ((parts - 1) % GROUPS != group) return;  // the group of the last part has the totals
@@ -797,20 +813,22 @@ DEVICE void linear_block(const Linear& work) {
     });
 }
 
-// As linear_few_8 for any number of rows: 32 rows of x and 64 columns a block.
-// PRECOND: grid (ceil(rows / 32), sum of blocks), a block of a row block for 64 columns.
-// Lane 4g+t of a warp ends with rows 2t, 2t+1 and columns g, g+8 of its 8 x 16 tiles.
-// Reads a weight once per 32 rows, x once per 64 columns (from L2).
-using SomeRows = BlockShape<1, 4, 4, 2, 2>;
-KERNEL __launch_bounds__(SomeRows::THREADS, 2) linear_some(const __grid_constant__ Linear work) {
-    linear_block<SomeRows>(work);
-}
-
-// As linear_some with 64 rows of x and 256 columns a block.
-using ManyRows = BlockShape<2, 8, 8, 1, 2>;
-KERNEL __launch_bounds__(ManyRows::THREADS, 1) linear_many(const __grid_constant__ Linear work) {
-    linear_block<ManyRows>(work);
-}
+// As linear_few_8 for any number of rows: ROWS rows of x and COLUMNS of a row block in each block.
+// PRECOND: grid (ceil(rows / ROWS), sum of blocks). Lane 4g+t of a warp ends with rows 2t, 2t+1 and
+// columns g, g+8 of its 8 x 16 tiles. Reads a weight once per ROWS, x once per COLUMNS (from L2).
+#define LINEAR_BLOCK(ROWS, COLUMNS, BLOCKS, ...)                                                 \
+    using Block##ROWS##x##COLUMNS = BlockShape<__VA_ARGS__>;                                     \
+    KERNEL __launch_bounds__(Block##ROWS##x##COLUMNS::THREADS, BLOCKS)                           \
+    linear_##ROWS##x##COLUMNS(const __grid_constant__ Linear work) {                             \
+        linear_block<Block##ROWS##x##COLUMNS>(work);                                             \
+    }
+LINEAR_BLOCK(16, 96, 2, 3, 2, 2, 4, 78)
+LINEAR_BLOCK(32, 32, 2, 1, 4, 2, 4, 88)
+LINEAR_BLOCK(32, 64, 2, 2, 4, 2, 4, 88)
+LINEAR_BLOCK(32, 96, 1, 3, 4, 2, 4, 86)
+LINEAR_BLOCK(32, 192, 2, 3, 4, 4, 1, 49)
+LINEAR_BLOCK(64, 128, 2, 2, 8, 4, 1, 49)
+#undef LINEAR_BLOCK
 
 // ---- embed -------------------------------------------------------------------------------------
 
@@ -2592,7 +2610,7 @@ linear_experts_8(const __grid_constant__ LinearExperts work) {
 
 // The same with items of <= 32 tokens, and 128 columns a block: x comes from L2 for each of them.
 // PRECOND: grid (sum of blocks, items), 256 threads.
-using ExpertRows = BlockShape<1, 4, 8, 1, 2>;
+using ExpertRows = BlockShape<1, 4, 8, 1, 40>;
 KERNEL __launch_bounds__(ExpertRows::THREADS, 3)
 linear_experts_some(const __grid_constant__ LinearExperts work) {
     extern __shared__ __align__(128) uint8_t shared[];

@@ -565,6 +565,25 @@ def test_linear(device, kinds, heights, cols):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("kind", FORMATS)
+def test_linear_blocks(device, kind, monkeypatch):
+    """The same bits in blocks of every shape: more parts of K than groups of warps, the last one
+    not whole; rows and columns that fill no block."""
+    rng = np.random.default_rng(8)
+    cols = 2560 if kind in ("Q4_K", "Q5_K", "Q6_K") else 2432
+    w = device.matrix([random_tensor(rng, kind, rows, cols) for rows in (280, 24)])
+    x, _ = random_activations(device, rng, 70, cols)
+    few = device.download(device.linear(some_rows(device, x, 8), w))
+    want = None
+    for name in device_module.MORE_KERNELS:
+        monkeypatch.setattr(device, "linear_kernel", lambda rows, blocks: name)
+        got = device.download(device.linear(x, w))
+        want = got if want is None else want
+        assert np.array_equal(got[:8].view(np.uint32), few.view(np.uint32)), name
+        assert np.array_equal(got.view(np.uint32), want.view(np.uint32)), name
+
+
+@pytest.mark.gpu
 def test_linear_of_no_rows(device, monkeypatch):
     """A chunk of a prompt that wants no logits: a kernel would read the row before the first."""
     rng = np.random.default_rng(4)

@@ -38,6 +38,10 @@ DEVICE void follow_predecessor() {
     wait_for_predecessor();
 }
 
+// Brings the 128-byte line at p into L2. Harmless where the predecessor still writes: L2 is where
+// writes of all multiprocessors meet.
+DEVICE void prefetch_line(const char* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+
 // An int in a struct that is the one parameter of a kernel: device.py gives each value 8 bytes.
 struct alignas(8) Int {
     int value;
@@ -1028,25 +1032,33 @@ DEVICE void store_value(const HeadPlace& to, int head_dim, int d, float x) {
         reinterpret_cast<__half*>(to.block + PAGE * head_dim)[at / Q8_BLOCK] = scale;
 }
 
-// Value d of x once its pair is turned by the angle of a row.
-DEVICE float rotated(const float* x, int d, int row, const Heads& work) {
-    const int neox = work.neox, pairs = work.rope_dim / 2;
-    const bool first = neox ? d < pairs : d % 2 == 0;
-    const int pair = neox ? d % pairs : d / 2, distance = neox ? pairs : 1;
-    const float* angles = work.angles + int64_t(row) * work.rope_dim + pair;
-    const float turned = x[first ? d + distance : d - distance] * angles[pairs];
-    return x[d] * angles[0] + (first ? -turned : turned);
-}
+// How value d of a head turns in `row`: cosine and sine of its pair, and the pair's other value.
+struct Turn {
+    float cosine, sine;
+    int other;
+    DEVICE Turn() {}
+    DEVICE Turn(int d, int row, const Heads& work) {
+        const int pairs = work.rope_dim / 2, distance = work.neox ? pairs : 1;
+        const bool first = work.neox ? d < pairs : d % 2 == 0;
+        const int pair = !work.neox ? d / 2 : first ? d : d - pairs;
+        const float* angles = work.angles + int64_t(row) * work.rope_dim + pair;
+        cosine = angles[0], sine = angles[pairs], other = first ? d + distance : d - distance;
+    }
+    DEVICE float of(const float* x, int d) const {
+        const float turned = x[other] * sine;
+        return x[d] * cosine + (other > d ? -turned : turned);
+    }
+};
 
 // qkv f32 [rows, (H + 2 H_kv) D] -> q [rows, H D] f16 (f32 if KV is f32), K and V into their pages.
 // q and k: RMSNorm over the head where norm vectors are given, then rotation of rope_dim values.
 // Gated: D gates follow each head of q; they are left to sigmoid_gate.
 // PRECOND: grid (rows, ceil((H + 2 H_kv) / 4)), 128 threads; D <= 256, for q8 in blocks of 32.
 // One warp holds one head. Moves each value once; rows with slot < 0 write no K and V.
-KERNEL __launch_bounds__(128, 10)
+KERNEL __launch_bounds__(128, 8)
 rope_kv(const float* qkv, const float* q_norm, const float* k_norm, int gated,
         const __grid_constant__ Heads work) {
-    follow_predecessor();
+    let_successor_start();
     __shared__ float heads[4][Q8_BLOCK * MOST_BLOCKS];
     const int row = blockIdx.x, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const int n_heads = work.n_heads, n_kv_heads = work.n_kv_heads, head_dim = work.head_dim;
@@ -1057,13 +1069,21 @@ rope_kv(const float* qkv, const float* q_norm, const float* k_norm, int gated,
     const float* norm = is_v ? nullptr : is_q ? q_norm : k_norm;
     const int gates = gated * n_heads, pieces = n_heads + gates + 2 * n_kv_heads;
     qkv += (int64_t(row) * pieces + head + min(head * gated, gates)) * head_dim;
-    float x[MOST_BLOCKS], gain[MOST_BLOCKS], sum = 0.0f;
+    // All that is read is on its way at once: a chain of loads takes longer than moving the bytes.
+    float x[MOST_BLOCKS] = {}, gain[MOST_BLOCKS], sum = 0.0f;
+    Turn turn[MOST_BLOCKS];
+    for (int i = 0; i < MOST_BLOCKS; i++)
+        gain[i] = norm && 32 * i + lane < head_dim ? norm[32 * i + lane] : 1.0f;
+    wait_for_predecessor();
+    const int turning = is_v ? 0 : work.rope_dim;
+#pragma unroll
     for (int i = 0; i < MOST_BLOCKS; i++) {
         const int d = 32 * i + lane;
-        x[i] = d < head_dim ? qkv[d] : 0.0f;
-        gain[i] = norm && d < head_dim ? norm[d] : 1.0f;
-        sum += x[i] * x[i];
+        if (32 * i >= head_dim) break;
+        if (d < head_dim) x[i] = qkv[d];
+        if (d < turning) turn[i] = Turn(d, row, work);
     }
+    for (int i = 0; i < MOST_BLOCKS; i++) sum += x[i] * x[i];
     const float inverse = norm ? rsqrtf(warp_sum(sum) / head_dim + work.eps) : 1.0f;
     for (int i = 0; i < MOST_BLOCKS; i++) {
         x[i] = x[i] * inverse * gain[i];
@@ -1074,8 +1094,7 @@ rope_kv(const float* qkv, const float* q_norm, const float* k_norm, int gated,
     for (int i = 0; i < MOST_BLOCKS; i++) {
         const int d = 32 * i + lane;
         if (d >= head_dim) break;
-        const float value = is_v || d >= work.rope_dim ? x[i] : rotated(heads[warp], d, row, work);
-        store_value(place, head_dim, d, value);
+        store_value(place, head_dim, d, d < turning ? turn[i].of(heads[warp], d) : x[i]);
     }
 }
 
@@ -1123,6 +1142,9 @@ KERNEL copy_page(char* pages, int n_pages, int page_bytes, int source, int targe
 // Fragments come straight from global memory in 8- and 16-byte pieces: which keys and columns sit
 // in which slot of an mma is free as long as both operands agree, so nothing has to be transposed.
 
+#ifndef AHEAD_SEGMENTS
+#define AHEAD_SEGMENTS 1
+#endif
 constexpr int SEGMENT_PAGES = 4;
 constexpr int ATTENTION_WARPS = SEGMENT_PAGES, LATENT_WARPS = 2 * SEGMENT_PAGES;
 constexpr unsigned HALF_ONES = 0x3c003c00u;
@@ -1253,6 +1275,7 @@ DEVICE void attention_tile(const Attention& work) {
     constexpr int LINE = KW % 64 == 0 && TILES == 1 ? 2 : 1;
     constexpr int AHEAD = TILES > 1 ? 1 : KW == 128 ? 4 : 2;
     constexpr int ROWS = 16 * TILES;
+    constexpr bool QUERIES_FIRST = TILES > 1 || KW > 128;
     using Key = Values<Q8, 8>;
     using Value = Values<Q8, NEIGHBOURS>;
     // Of each row: (row, head) of q, last position it sees.
@@ -1288,6 +1311,18 @@ DEVICE void attention_tile(const Attention& work) {
     };
     const auto values_of = [=](int page) { return keys_of(page) + (LATENT ? 0 : BLOCK_BYTES); };
 
+    // What the predecessor writes is read after it; its pages are fetched from memory before.
+    const auto prefetch_segment = [&](int segment) {
+        for (int i = 0; i < SEGMENT_PAGES; i++) {
+            const int page = segment * SEGMENT_PAGES + i;
+            if (page >= tile_pages) break;
+            const char* from = keys_of(page);
+            for (int at = 128 * threadIdx.x; at < (LATENT ? 1 : 2) * BLOCK_BYTES;
+                 at += 128 * 32 * WARPS)
+                prefetch_line(from + at);
+        }
+    };
+    prefetch_segment(blockIdx.z);
     if (threadIdx.x < ROWS) {
         const int token = threadIdx.x / group;
         const int head = block_y * (LATENT ? ROWS : group) + threadIdx.x % group;
@@ -1295,20 +1330,24 @@ DEVICE void attention_tile(const Attention& work) {
         visible[threadIdx.x] = token < n_rows && slot >= 0 ? first_position + token : -1;
     }
     __syncthreads();
-    for (int at = warp; at < TILES * PIECES; at += WARPS) {
-        const int r = at / PIECES, i = at % PIECES;
-        uint4 x[2] = {};
-        for (int j = 0; j < 2; j++) {
-            const int row = 16 * r + g + 8 * j;
-            if (visible[row] >= 0 && (KW % 32 == 0 || 32 * i + 8 * t < KW))
-                x[j] = *reinterpret_cast<const uint4*>(work.q + int64_t(place[row]) * KW + 32 * i +
-                                                       8 * t);
+    wait_for_predecessor();
+    const auto stage_queries = [&] {
+        for (int at = warp; at < TILES * PIECES; at += WARPS) {
+            const int r = at / PIECES, i = at % PIECES;
+            uint4 x[2] = {};
+            for (int j = 0; j < 2; j++) {
+                const int row = 16 * r + g + 8 * j;
+                if (visible[row] >= 0 && (KW % 32 == 0 || 32 * i + 8 * t < KW))
+                    x[j] = *reinterpret_cast<const uint4*>(work.q + int64_t(place[row]) * KW +
+                                                           32 * i + 8 * t);
+            }
+            queries[r][2 * i][lane] = make_uint4(x[0].x, x[1].x, x[0].y, x[1].y);
+            queries[r][2 * i + 1][lane] = make_uint4(x[0].z, x[1].z, x[0].w, x[1].w);
         }
-        queries[r][2 * i][lane] = make_uint4(x[0].x, x[1].x, x[0].y, x[1].y);
-        queries[r][2 * i + 1][lane] = make_uint4(x[0].z, x[1].z, x[0].w, x[1].w);
-    }
-    __syncthreads();
+        __syncthreads();
+    };
 
+    if (QUERIES_FIRST) stage_queries();
     for (int i = 0; i < 2 * TILES; i++) softmax[i][threadIdx.x] = {-INFINITY, 0.0f};
     for (int n = 0; n < TILES * NEIGHBOURS; n++)
         total(n / NEIGHBOURS, n % NEIGHBOURS) = make_float4(0, 0, 0, 0);
@@ -1325,6 +1364,7 @@ DEVICE void attention_tile(const Attention& work) {
     for (int segment = blockIdx.z; segment < n_segments; segment += gridDim.z, turn ^= 1) {
         const int first_page = segment * SEGMENT_PAGES;
         const int here = min(SEGMENT_PAGES, tile_pages - first_page);
+        if (AHEAD_SEGMENTS && TILES == 1) prefetch_segment(segment + gridDim.z);
 
         // Scores of this warp's keys: slots 2t, 2t + 1 of product n are keys
         // 16 (n / 2) + 4t + 2 (n % 2) and the next one.
@@ -1332,17 +1372,21 @@ DEVICE void attention_tile(const Attention& work) {
         float score[TILES][KEYS / 8][4] = {};
         float largest[2 * TILES];  // of rows g + 8 i
         for (int i = 0; i < 2 * TILES; i++) largest[i] = -INFINITY;
+        // Four products at a time, over whole 128-byte lines: H200, 64 rows x 1024 tokens,
+        // 3.6 TB/s, and 2.7 where half lines of eight products are read.
+        Key key[STEPS][LINE];
+        KvPlace from;
+        auto fetch_key = [&](int n, int piece, const KvPlace& from) {
+            key[n][piece].load(from, (16 * (n / 2) + 2 * (n % 2)) * KW + 32 * piece);
+        };
         if (page_of_warp < here) {
-            KvPlace from = kv_place<Q8, KW>(keys_of(first_page + page_of_warp),
+            from = kv_place<Q8, KW>(keys_of(first_page + page_of_warp),
                                             first_key + 4 * (g / 2) + g % 2, 8 * t);
-            // Four products at a time, over whole 128-byte lines: H200, 64 rows x 1024 tokens,
-            // 3.6 TB/s, and 2.7 where half lines of eight products are read.
-            Key key[STEPS][LINE];
-            auto fetch_key = [&](int n, int piece, const KvPlace& from) {
-                key[n][piece].load(from, (16 * (n / 2) + 2 * (n % 2)) * KW + 32 * piece);
-            };
             for (int n = 0; n < STEPS; n++)
                 for (int piece = 0; piece < LINE; piece++) fetch_key(n, piece, from);
+        }
+        if (!QUERIES_FIRST && segment == blockIdx.z) stage_queries();
+        if (page_of_warp < here) {
             for (int half = 0; half < KEYS / 32; half++)
 #pragma unroll 1
                 for (int i = 0; i < PIECES; i += LINE) {
@@ -1511,7 +1555,7 @@ DEVICE void attention_tile(const Attention& work) {
 #define ATTENTION_OF(NAME, Q8, KW, VW, TILES, BLOCKS)                                            \
     KERNEL __launch_bounds__(32 * (VW < KW ? LATENT_WARPS : ATTENTION_WARPS), BLOCKS)            \
     attention_##NAME(const __grid_constant__ Attention work) {                                   \
-        follow_predecessor();                                                                    \
+        let_successor_start();                                                                   \
         attention_tile<Q8, KW, VW, TILES>(work);                                                 \
     }
 #define ATTENTION(NAME, KW, VW, TILES, BLOCKS)                                                   \
@@ -1543,32 +1587,47 @@ attention_merge(const float* part_values, const float2* part_states, uint4* out,
                 const int* positions, const int* slots, int max_segments, int stride,
                 int value_dim, int row_heads) {
     constexpr int BATCH = 16;  // segments on their way at once
-    follow_predecessor();
+    let_successor_start();
     const int row = blockIdx.x, row_and_head = row * gridDim.y + blockIdx.y;
     const int lane = threadIdx.x & 31, column = min(int(threadIdx.x), value_dim - 1);
     const int n_segments = slots[row] < 0 ? 0 : positions[row] / (SEGMENT_PAGES * PAGE) + 1;
     const int64_t first = int64_t(row_and_head) * max_segments;
-    Softmax softmax = {-INFINITY, 0.0f};
-    float total = 0.0f;
+    wait_for_predecessor();
+    float2 state;  // lane i of every warp holds that of segment i
+    float value[BATCH];
+    const auto fetch = [&](int i, int segment) {
+        value[i] = 0.0f;
+        if (segment < n_segments) value[i] = part_values[(first + segment) * value_dim + column];
+    };
+    const auto fetch_state = [&](int segment) {
+        state = make_float2(-INFINITY, 0.0f);
+        if (lane < BATCH && segment < n_segments) state = part_states[first + segment];
+    };
+    fetch_state(lane);
+    for (int i = 0; i < BATCH; i++) fetch(i, i);
+    float largest = -INFINITY, sum = 0.0f, total = 0.0f;
     for (int start = 0; start < n_segments; start += BATCH) {
-        const int n = min(BATCH, n_segments - start);
-        const int64_t at = first + start;
-        // Lane i of every warp holds the state of segment i.
-        const float2 state = lane < n ? part_states[at + lane] : make_float2(-INFINITY, 0.0f);
-        float value[BATCH];
-        for (int i = 0; i < BATCH; i++)
-            value[i] = i < n ? part_values[(at + i) * value_dim + column] : 0.0f;
+        // The maximum up to each segment is exact in any order. A part behind the last segment
+        // has factors 1 and 0.
+        float m = fmaxf(state.x, largest);
+        for (int o = 1; o < BATCH; o *= 2) m = fmaxf(m, __shfl_up_sync(ALL_LANES, m, o));
+        const float before = __shfl_up_sync(ALL_LANES, m, 1);
+        const float keep = rescale_factor(lane ? before : largest, m);
+        const float add = rescale_factor(state.x, m), part = state.y;
+        largest = __shfl_sync(ALL_LANES, m, BATCH - 1);
+        fetch_state(start + BATCH + lane);
         for (int i = 0; i < BATCH; i++) {
-            if (i >= n) break;
-            const float2 factors = softmax.fold(__shfl_sync(ALL_LANES, state.x, i),
-                                                __shfl_sync(ALL_LANES, state.y, i));
+            const float2 factors = make_float2(__shfl_sync(ALL_LANES, keep, i),
+                                               __shfl_sync(ALL_LANES, add, i));
+            sum = fold_value(sum, __shfl_sync(ALL_LANES, part, i), factors);
             total = fold_value(total, value[i], factors);
+            fetch(i, start + BATCH + i);
         }
     }
     const int at = row_and_head % row_heads * value_dim + column;
     uint4* piece = out + piece_at(row_and_head / row_heads, at, stride / CHUNK);
     reinterpret_cast<__half*>(piece)[at % 8] =
-        __float2half_rn(normalised(total, inverse_sum(softmax.l)));
+        __float2half_rn(normalised(total, inverse_sum(sum)));
 }
 
 // ==== beyond the core ============================================================================
@@ -1842,7 +1901,7 @@ KERNEL rope_latent(const float* content, const float* q, const float* kv_a, cons
     for (int d = lane; is_key && d < rank; d += 32) sum += plain[d] * plain[d];
     const float inverse = rsqrtf(warp_sum(sum) / rank + work.eps);
     for (int d = lane; d < head_dim; d += 32) {
-        float value = d < rank ? plain[d] : rotated(turned, d - rank, row, work);
+        float value = d < rank ? plain[d] : Turn(d - rank, row, work).of(turned, d - rank);
         if (is_key && d < rank) value *= inverse * kv_norm[d];
         store_value(place, head_dim, d, value);
     }

@@ -18,7 +18,7 @@ import numpy as np
 from gguf import quants
 
 from errors import DeviceError
-from kv import PAGE, Batch, state_layout
+from kv import GRAPH_SIZES, PAGE, Batch, state_layout
 
 try:
     from cuda.bindings import driver
@@ -169,11 +169,13 @@ KV_FORMATS = {"f32": 0, "f16": 1, "q8": 2}  # as kernels.cu counts them
 Q8_BLOCK = 32  # values along head_dim that share an f16 scale
 # Values of K and of V in a head, for which there are tensor-core attention kernels, and how many of
 # their blocks a multiprocessor holds. The last two are latent: K holds V.
-ATTENTION_BLOCKS = {(64, 64): 4, (80, 80): 4, (96, 96): 4, (128, 128): 4, (192, 192): 3,
-                    (256, 256): 3, (320, 256): 2, (576, 512): 1}
+ATTENTION_BLOCKS = {(64, 64): 2, (80, 80): 2, (96, 96): 2, (128, 128): 2, (192, 192): 2,
+                    (256, 256): 2, (320, 256): 2, (576, 512): 1}
+ATTENTION_RING = {"f16": 1 << 16, "q8": 36864}  # bytes of shared memory for K and V
 ATTENTION_ROWS = 16  # (token, query head) pairs of one attention tile; twice that in a wide one
 ATTENTION_THREADS, LATENT_THREADS = 128, 256  # of a block
 WIDEST_HEAD = 128  # for which there are wide tiles
+PROMPT_TILES = {64: 2, 96: 2, 128: 2, 192: 1, 256: 1}
 SEGMENT = 256  # positions under one running softmax
 PARTS_LIMIT = 1 << 28  # bytes of scratch for segments that wait to be merged
 ROW_THREADS = 1024  # of the kernels that hold a row in a block
@@ -335,6 +337,7 @@ class Device:
         self.architecture = f"sm_{self.arch}"
         self.multiprocessors = attribute(self.card, "MULTIPROCESSOR_COUNT")
         self.kernels = {}
+        self.granted = {}  # bytes of dynamic shared memory that kernels may take
         self.allocated = {}  # purpose -> bytes that the driver gave
         self.scratch = {}  # (name, columns, dtype) -> Buffer
         self.addresses = {}  # ptr -> (nbytes, purpose), for free()
@@ -390,14 +393,14 @@ class Device:
             self.free(ptr)
 
     def kernel(self, name, smem):
-        """The kernel `name`; one that takes dynamic shared memory may take all that there is."""
-        if name not in self.kernels:
+        """The kernel `name`, which may take so many bytes of dynamic shared memory."""
+        if smem > self.granted.get(name, -1):
             function = call("cuLibraryGetKernel", self.library, name.encode())
             if smem:
                 limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-                most = attribute(self.card, "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN")
-                call("cuKernelSetAttribute", limit, most, function, self.card)
+                call("cuKernelSetAttribute", limit, smem, function, self.card)
             self.kernels[name] = driver.CUfunction(int(function))
+            self.granted[name] = smem
         return self.kernels[name]
 
     def launch(self, name, grid, block, args, smem=0):
@@ -567,7 +570,7 @@ class Device:
 
     def tile_tokens(self, cfg):
         """Most rows of one attention tile: consecutive tokens of a sequence."""
-        tile_rows = ATTENTION_ROWS * (2 if cfg.head_dim <= WIDEST_HEAD else 1)
+        tile_rows = ATTENTION_ROWS
         return max(1, tile_rows // (cfg.n_heads // cfg.n_kv_heads))
 
     # ---- steps: upload, run, fetch -----------------------------------------------------------
@@ -882,11 +885,21 @@ class Device:
         parts = (None, None) if splits == 1 else (
             self.buffer("attention_values", (rows, heads * width * segments), np.float32),
             self.buffer("attention_states", (rows, heads * segments, 2), np.float32))
-        wide = "_wide" if rows > tiles and dim <= WIDEST_HEAD else ""  # a prompt: whole tiles
-        self.launch(f"attention_{kv.format}_{dim}{wide}", (tiles, blocks, splits),
+        if rows > GRAPH_SIZES[-1] and dim in PROMPT_TILES:
+            per_warp = PROMPT_TILES[dim]
+            block_tiles = 64 * per_warp // (heads // cfg.n_kv_heads) // self.tile_tokens(cfg)
+            splits = 1
+            smem = 256 * per_warp * dim + 4 * dim * (64 if dim <= WIDEST_HEAD else 32) // (1 if kv.format == "f16" else 2) + 1024 * per_warp
+            self.launch(f"attention_{kv.format}_{dim}_prompt", (-(-tiles // block_tiles), cfg.n_kv_heads, splits),
+                    ATTENTION_THREADS,
+                    (q, out, None, None, kv.data, batch.page_table, batch.tiles, layer, kv.n_pages,
+                     max_pages, segments, heads, cfg.n_kv_heads, out.shape[1], scale, tiles, block_tiles), smem)
+            return Activations(out, None, x_rows, cols)
+        self.launch(f"attention_{kv.format}_{dim}", (tiles, blocks, splits),
                     LATENT_THREADS if cfg.latent else ATTENTION_THREADS,
                     (q, out, *parts, kv.data, batch.page_table, batch.tiles, layer, kv.n_pages,
-                     max_pages, segments, heads, cfg.n_kv_heads, out.shape[1], scale))
+                     max_pages, segments, heads, cfg.n_kv_heads, out.shape[1], scale, 0, 0),
+                    ATTENTION_RING[kv.format])
         if splits > 1:
             self.launch("attention_merge", (rows, heads), padded(width, 32),
                         (*parts, out, batch.positions, batch.slots, segments, out.shape[1], width,

@@ -1145,8 +1145,13 @@ KERNEL copy_page(char* pages, int n_pages, int page_bytes, int source, int targe
 #ifndef AHEAD_SEGMENTS
 #define AHEAD_SEGMENTS 1
 #endif
+#ifndef PT
+#define PT 2
+#endif
 constexpr int SEGMENT_PAGES = 4;
 constexpr int ATTENTION_WARPS = SEGMENT_PAGES, LATENT_WARPS = 2 * SEGMENT_PAGES;
+constexpr int ATTENTION_ROWS = 16;  // of a tile: (token, head)
+constexpr int FEW_ROWS = 8;  // most rows of a step whose kernels start early
 constexpr unsigned HALF_ONES = 0x3c003c00u;
 
 // 2^x to 22 bits, 0 for -inf. One instruction everywhere: it must give the same bits everywhere.
@@ -1238,6 +1243,45 @@ DEVICE void mma_fragment(float (&d)[4], uint4 a, unsigned b0, unsigned b1) {
     mma_16x8x16(d, words, b0, b1);
 }
 
+// A copy in shared memory of DIMS values of KEYS tokens of a page's K or V block, 16-byte chunks in
+// an order with few bank conflicts; q8: the pair of scales that a token's values need is behind.
+template <bool Q8, int KW, int KEYS, int DIMS>
+struct Staged {
+    static constexpr int VALUE = Q8 ? 1 : 2, CHUNKS = DIMS * VALUE / 16, BYTES = Q8 ? 2304 : 4096;
+    static constexpr int SCALES = 2048;
+    DEVICE static int chunk_at(int key, int chunk) {
+        const int turn = CHUNKS == 8   ? key % 2 * 4
+                         : CHUNKS == 4 ? key / 4 % 2 * 2 + key / 8 % 2
+                                       : key / 4 % 2;
+        return 16 * (key * CHUNKS + (chunk ^ turn));
+    }
+    // From key and value d on; values from `end` on are left out.
+    DEVICE static void copy(char* to, const char* block, int key, int d, int end) {
+        const unsigned target = __cvta_generic_to_shared(to);
+        const int lane = threadIdx.x & 31;
+#pragma unroll
+        for (int at = lane; at < KEYS * CHUNKS; at += 32)
+            if (d + at % CHUNKS * 16 / VALUE < end)
+                copy_async<16>(target + chunk_at(at / CHUNKS, at % CHUNKS),
+                               block + ((key + at / CHUNKS) * KW + d) * VALUE + at % CHUNKS * 16);
+        for (int at = lane; Q8 && at < KEYS; at += 32)
+            copy_async<4>(target + SCALES + 4 * at,
+                          block + PAGE * KW + ((key + at) * (KW / Q8_BLOCK) + d / Q8_BLOCK) / 2 * 4);
+    }
+    // N values of `key` from d on, which are `at` + d in the block.
+    template <int N>
+    DEVICE static Values<Q8, N> load(const char* from, int key, int d, int at) {
+        Values<Q8, N> x;
+        using Words = typename Values<Q8, N>::Words;
+        x.raw = *reinterpret_cast<const Words*>(from + chunk_at(key, d * VALUE / 16) +
+                                                d * VALUE % 16);
+        if constexpr (Q8)  // whole pages begin with even numbers of blocks
+            x.scale = reinterpret_cast<const __half*>(
+                from + SCALES)[2 * key + (key * (KW / Q8_BLOCK) + (at + d) / Q8_BLOCK) % 2];
+        return x;
+    }
+};
+
 struct Attention {
     const __half* q;
     uint4* out;
@@ -1246,7 +1290,8 @@ struct Attention {
     const char* pages;
     const int *page_table, *tiles;
     Int layer, n_pages, max_pages, max_segments, n_heads, n_kv_heads, stride;
-    float scale;
+    alignas(8) float scale;
+    Int n_tiles, block_tiles;  // for attention_prompt: all, and those of a block
 };
 
 // out = softmax(q K^T * scale) V, rows of all tiles: q f16 [rows, H KW] -> f16 [rows, stride]. A
@@ -1259,7 +1304,7 @@ struct Attention {
 // in part_values f32 [rows, H, max_segments, VW] and part_states (m, l) for attention_merge.
 // Reads K and V of a tile's context once (latent: V a second time, from the cache); thread (g, t)
 // of a warp holds rows g, g + 8 of a product.
-template <bool Q8, int KW, int VW, int TILES>
+template <bool Q8, int KW, int VW>
 DEVICE void attention_tile(const Attention& work) {
     constexpr bool LATENT = VW < KW;
     constexpr int WARPS = LATENT ? LATENT_WARPS : ATTENTION_WARPS;
@@ -1270,149 +1315,132 @@ DEVICE void attention_tile(const Attention& work) {
     constexpr int STEPS = PAGE / 16;                     // mma steps over the keys of a page
     // Pieces of 32 values of K and q. Half of the last may be missing: q has zeros there, and what
     // is read of K is the next key or, behind the last one, V; all of that is finite.
-    constexpr int PIECES = (KW + 31) / 32;
-    // Pieces of 32 head dims whose K is on its way, and steps whose V is: as registers permit.
-    constexpr int LINE = KW % 64 == 0 && TILES == 1 ? 2 : 1;
-    constexpr int AHEAD = TILES > 1 ? 1 : KW == 128 ? 4 : 2;
-    constexpr int ROWS = 16 * TILES;
-    constexpr bool QUERIES_FIRST = TILES > 1 || KW > 128;
-    using Key = Values<Q8, 8>;
-    using Value = Values<Q8, NEIGHBOURS>;
+    constexpr int PIECES = (KW + 31) / 32, LINE = KW % 64 == 0 ? 2 : 1;
+    // What a warp copies at once: 32 keys times LINE pieces of K, V_KEYS times its columns of V.
+    constexpr int V_KEYS = 2048 / COLUMNS, SLOTS = LATENT ? 2 : 4;
+    constexpr int K_COPIES = KEYS / 32 * PIECES / LINE, V_COPIES = PAGE / V_KEYS;
+    using Keys = Staged<Q8, KW, 32, 32 * LINE>;
+    using Columns = Staged<Q8, KW, V_KEYS, COLUMNS>;
+    extern __shared__ __align__(128) uint8_t shared[];
     // Of each row: (row, head) of q, last position it sees.
-    __shared__ int place[ROWS], visible[ROWS];
-    __shared__ float warp_largest[2][WARPS][ROWS];    // two: the next segment may be ahead
-    __shared__ uint4 queries[TILES][2 * PIECES][32];  // A fragments, one uint4 a lane
-    __shared__ uint4 weights[TILES][SEGMENT_PAGES * STEPS][32];  // P, likewise
-    // Each thread's folded segments, kept here since they are touched once in 256 keys; where there
-    // is no room, in registers.
-    constexpr bool ROOM = VW <= 256;
-    __shared__ float4 shared_total[TILES][NEIGHBOURS][ROOM ? 32 * WARPS : 1];
-    float4 own_total[TILES][NEIGHBOURS];
-    const auto total = [&](int r, int n) -> float4& {
-        return ROOM ? shared_total[r][n][threadIdx.x] : own_total[r][n];
-    };
-    __shared__ Softmax softmax[2 * TILES][32 * WARPS];
+    __shared__ int place[ATTENTION_ROWS], visible[ATTENTION_ROWS];
+    __shared__ float warp_largest[2][WARPS][ATTENTION_ROWS];  // two: the next segment may be ahead
+    __shared__ uint4 queries[2 * PIECES][32];             // A fragments, one uint4 a lane
+    __shared__ uint4 weights[SEGMENT_PAGES * STEPS][32];  // P, likewise
 
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
-    // A block has `group` query heads of each token: of one KV head, or, latent, up to ROWS of all.
+    // A block has `group` query heads of each token: of one KV head, or, latent, up to 16 of all.
     const int block_y = blockIdx.y, kv_head = LATENT ? 0 : block_y, n_heads = work.n_heads;
-    const int group = LATENT ? min(ROWS, n_heads - ROWS * block_y) : n_heads / work.n_kv_heads;
+    const int group = LATENT ? min(ATTENTION_ROWS, n_heads - ATTENTION_ROWS * block_y)
+                             : n_heads / work.n_kv_heads;
     // A prompt's last tiles see most: first.
     const int* tiles = work.tiles + 4 * (gridDim.x - 1 - blockIdx.x);
     const int first_row = tiles[0], n_rows = tiles[1], slot = tiles[2], first_position = tiles[3];
     const int last_position = slot < 0 ? -1 : first_position + n_rows - 1;
     const int tile_pages = last_position / PAGE + (last_position >= 0);
+    const int n_segments = (tile_pages + SEGMENT_PAGES - 1) / SEGMENT_PAGES;
     constexpr int BLOCK_BYTES = kv_block_bytes(Q8 ? KV_Q8 : KV_F16, KW);
     const char* layer = work.pages + kv_offset(work.layer, work.n_pages, 0, work.n_kv_heads,
                                                kv_head, BLOCK_BYTES, LATENT);
     const int* table = work.page_table + int64_t(max(slot, 0)) * work.max_pages;
-    const auto keys_of = [=](int page) {
-        return layer + int64_t(table[page]) * work.n_kv_heads * (LATENT ? 1 : 2) * BLOCK_BYTES;
-    };
-    const auto values_of = [=](int page) { return keys_of(page) + (LATENT ? 0 : BLOCK_BYTES); };
+    const int page_of_warp = warp / PAGE_WARPS, first_key = warp % PAGE_WARPS * KEYS;
+    const bool has_columns = warp * COLUMNS < VW;
 
-    // What the predecessor writes is read after it; its pages are fetched from memory before.
-    const auto prefetch_segment = [&](int segment) {
-        for (int i = 0; i < SEGMENT_PAGES; i++) {
-            const int page = segment * SEGMENT_PAGES + i;
-            if (page >= tile_pages) break;
-            const char* from = keys_of(page);
-            for (int at = 128 * threadIdx.x; at < (LATENT ? 1 : 2) * BLOCK_BYTES;
-                 at += 128 * 32 * WARPS)
-                prefetch_line(from + at);
+    // Each warp copies what it alone reads, SLOTS copies ahead: K of its keys, then V of its
+    // columns, then K of its keys in the next segment of this block.
+    char* ring = reinterpret_cast<char*>(shared) + warp * SLOTS * Keys::BYTES;
+    int next_segment = blockIdx.z, next_copy = 0, fetched = 0, used = 0;
+    const auto fetch = [&] {
+        if (next_segment < n_segments) {
+            const int first_page = next_segment * SEGMENT_PAGES, of_v = next_copy - K_COPIES;
+            const int here = min(SEGMENT_PAGES, tile_pages - first_page);
+            const int page = of_v < 0 ? page_of_warp : of_v / V_COPIES;
+            char* to = ring + fetched % SLOTS * Keys::BYTES;
+            if (page < here) {
+                const char* from = layer + int64_t(table[first_page + page]) * work.n_kv_heads *
+                                               (LATENT ? 1 : 2) * BLOCK_BYTES;
+                if (of_v < 0)
+                    Keys::copy(to, from, first_key + next_copy / (PIECES / LINE) * 32,
+                               next_copy % (PIECES / LINE) * 32 * LINE, KW + 16);
+                else
+                    Columns::copy(to, from + (LATENT ? 0 : BLOCK_BYTES), of_v % V_COPIES * V_KEYS,
+                                  warp * COLUMNS, VW);
+            }
+            if (++next_copy == K_COPIES + has_columns * V_COPIES * here)
+                next_copy = 0, next_segment += gridDim.z;
         }
+        fetched++;
+        asm volatile("cp.async.commit_group;");
     };
-    prefetch_segment(blockIdx.z);
-    if (threadIdx.x < ROWS) {
+    const auto acquire = [&] {
+        asm volatile("cp.async.wait_group %0;" ::"n"(SLOTS - 1) : "memory");
+        __syncwarp();
+        return ring + used++ % SLOTS * Keys::BYTES;
+    };
+    const auto release = [&] {
+        __syncwarp();
+        fetch();
+    };
+    // Before the predecessor has ended, pages are read that this step does not write: it adds up
+    // to FEW_ROWS tokens to a sequence where kernels start early.
+    constexpr int PAGES_AHEAD = SLOTS > K_COPIES ? (SLOTS - K_COPIES - 1) / V_COPIES : 0;
+    const int last_page = blockIdx.z * SEGMENT_PAGES + max(page_of_warp, PAGES_AHEAD);
+    const bool early = (last_page + 1) * PAGE + FEW_ROWS <= first_position;
+    for (int i = 0; early && i < SLOTS; i++) fetch();
+    if (threadIdx.x < ATTENTION_ROWS) {
         const int token = threadIdx.x / group;
-        const int head = block_y * (LATENT ? ROWS : group) + threadIdx.x % group;
+        const int head = block_y * (LATENT ? ATTENTION_ROWS : group) + threadIdx.x % group;
         place[threadIdx.x] = token < n_rows ? (first_row + token) * n_heads + head : -1;
         visible[threadIdx.x] = token < n_rows && slot >= 0 ? first_position + token : -1;
     }
     __syncthreads();
     wait_for_predecessor();
-    const auto stage_queries = [&] {
-        for (int at = warp; at < TILES * PIECES; at += WARPS) {
-            const int r = at / PIECES, i = at % PIECES;
-            uint4 x[2] = {};
-            for (int j = 0; j < 2; j++) {
-                const int row = 16 * r + g + 8 * j;
-                if (visible[row] >= 0 && (KW % 32 == 0 || 32 * i + 8 * t < KW))
-                    x[j] = *reinterpret_cast<const uint4*>(work.q + int64_t(place[row]) * KW +
-                                                           32 * i + 8 * t);
-            }
-            queries[r][2 * i][lane] = make_uint4(x[0].x, x[1].x, x[0].y, x[1].y);
-            queries[r][2 * i + 1][lane] = make_uint4(x[0].z, x[1].z, x[0].w, x[1].w);
-        }
-        __syncthreads();
-    };
+    for (int i = 0; !early && i < SLOTS; i++) fetch();
+    for (int i = warp; i < PIECES; i += WARPS) {
+        uint4 x[2] = {};
+        for (int j = 0; j < 2; j++)
+            if (visible[g + 8 * j] >= 0 && (KW % 32 == 0 || 32 * i + 8 * t < KW))
+                x[j] = *reinterpret_cast<const uint4*>(work.q + int64_t(place[g + 8 * j]) * KW +
+                                                       32 * i + 8 * t);
+        queries[2 * i][lane] = make_uint4(x[0].x, x[1].x, x[0].y, x[1].y);
+        queries[2 * i + 1][lane] = make_uint4(x[0].z, x[1].z, x[0].w, x[1].w);
+    }
+    __syncthreads();
 
-    if (QUERIES_FIRST) stage_queries();
-    for (int i = 0; i < 2 * TILES; i++) softmax[i][threadIdx.x] = {-INFINITY, 0.0f};
-    for (int n = 0; n < TILES * NEIGHBOURS; n++)
-        total(n / NEIGHBOURS, n % NEIGHBOURS) = make_float4(0, 0, 0, 0);
-    const bool has_columns = warp * COLUMNS < VW;
-    // First one whose V this thread loads. Columns of the last warp that are not there repeat
-    // others, and their sums are not stored.
-    constexpr bool WHOLE = VW % COLUMNS == 0;
-    int column = warp * COLUMNS + NEIGHBOURS * g;
-    if (!WHOLE) column = min(column, VW - NEIGHBOURS);
-    const bool has_sums = WHOLE ? has_columns : warp * COLUMNS + 2 * NEIGHBOURS * t < VW;
-
-    const int n_segments = (tile_pages + SEGMENT_PAGES - 1) / SEGMENT_PAGES;
+    float4 total[NEIGHBOURS] = {};
+    Softmax softmax[2] = {{-INFINITY, 0.0f}, {-INFINITY, 0.0f}};
     int turn = 0;
     for (int segment = blockIdx.z; segment < n_segments; segment += gridDim.z, turn ^= 1) {
         const int first_page = segment * SEGMENT_PAGES;
         const int here = min(SEGMENT_PAGES, tile_pages - first_page);
-        if (AHEAD_SEGMENTS && TILES == 1) prefetch_segment(segment + gridDim.z);
 
         // Scores of this warp's keys: slots 2t, 2t + 1 of product n are keys
         // 16 (n / 2) + 4t + 2 (n % 2) and the next one.
-        const int page_of_warp = warp / PAGE_WARPS, first_key = warp % PAGE_WARPS * KEYS;
-        float score[TILES][KEYS / 8][4] = {};
-        float largest[2 * TILES];  // of rows g + 8 i
-        for (int i = 0; i < 2 * TILES; i++) largest[i] = -INFINITY;
-        // Four products at a time, over whole 128-byte lines: H200, 64 rows x 1024 tokens,
-        // 3.6 TB/s, and 2.7 where half lines of eight products are read.
-        Key key[STEPS][LINE];
-        KvPlace from;
-        auto fetch_key = [&](int n, int piece, const KvPlace& from) {
-            key[n][piece].load(from, (16 * (n / 2) + 2 * (n % 2)) * KW + 32 * piece);
-        };
-        if (page_of_warp < here) {
-            from = kv_place<Q8, KW>(keys_of(first_page + page_of_warp),
-                                            first_key + 4 * (g / 2) + g % 2, 8 * t);
-            for (int n = 0; n < STEPS; n++)
-                for (int piece = 0; piece < LINE; piece++) fetch_key(n, piece, from);
-        }
-        if (!QUERIES_FIRST && segment == blockIdx.z) stage_queries();
-        if (page_of_warp < here) {
-            for (int half = 0; half < KEYS / 32; half++)
+        float score[KEYS / 8][4] = {};
+        float largest[2] = {-INFINITY, -INFINITY};  // of rows g, g + 8
+        for (int half = 0; half < KEYS / 32; half++)
 #pragma unroll 1
-                for (int i = 0; i < PIECES; i += LINE) {
-                    const int ahead = i + LINE < PIECES ? 32 * LINE : 32 * KW - i * 32;
-                    from = {from.values + ahead * (Q8 ? 1 : 2), from.scales + ahead / 32};
-                    for (int n = 0; n < STEPS; n++)
-                        for (int piece = 0; piece < LINE; piece++) {
-                            unsigned b[4];
-                            key[n][piece].expand(b);
-                            for (int r = 0; r < TILES; r++) {
-                                float(&sum)[4] = score[r][STEPS * half + n];
-                                const uint4(&a)[2 * PIECES][32] = queries[r];
-                                mma_fragment(sum, a[2 * (i + piece)][lane], b[0], b[1]);
-                                mma_fragment(sum, a[2 * (i + piece) + 1][lane], b[2], b[3]);
-                            }
-                            if (half + 1 < KEYS / 32 || i + LINE < PIECES)
-                                fetch_key(n, piece, from);
-                        }
-                }
+            for (int i = 0; i < PIECES; i += LINE) {
+                const char* from = acquire();
+                for (int n = 0; page_of_warp < here && n < STEPS; n++)
+                    for (int piece = 0; piece < LINE; piece++) {
+                        unsigned b[4];
+                        Keys::template load<8>(from, 16 * (n / 2) + 2 * (n % 2) + 4 * (g / 2) + g % 2,
+                                               32 * piece + 8 * t, i * 32).expand(b);
+                        float(&sum)[4] = score[STEPS * half + n];
+                        mma_fragment(sum, queries[2 * (i + piece)][lane], b[0], b[1]);
+                        mma_fragment(sum, queries[2 * (i + piece) + 1][lane], b[2], b[3]);
+                    }
+                release();
+            }
+        if (page_of_warp < here) {
             const int position = (first_page + page_of_warp) * PAGE + first_key + 4 * t;
-            for (int i = 0; i < 2 * TILES; i++) {
+            for (int i = 0; i < 2; i++) {
                 const int last = visible[g + 8 * i];
                 for (int n = 0; n < KEYS / 8; n++)
                     for (int e = 0; e < 2; e++) {
                         const int at = position + 16 * (n / 2) + 2 * (n % 2) + e;
-                        float& x = score[i / 2][n][i % 2 * 2 + e];
+                        float& x = score[n][i * 2 + e];
                         x = at <= last ? __fmul_rn(x, work.scale) : -INFINITY;
                         largest[i] = fmaxf(largest[i], x);
                     }
@@ -1421,38 +1449,24 @@ DEVICE void attention_tile(const Attention& work) {
             }
         }
         if (t == 0)
-            for (int i = 0; i < 2 * TILES; i++) warp_largest[turn][warp][g + 8 * i] = largest[i];
-
-        // The first values are on their way while the warps exchange maxima and weights.
-        Value value[AHEAD][4];
-        auto fetch = [&](int step, const KvPlace& from) {
-            for (int k = 0; k < 4; k++)
-                value[step % AHEAD][k].load(from, (16 * (step % STEPS) + k) * KW);
-        };
-        KvPlace values = kv_place<Q8, KW>(values_of(first_page), 4 * t, column);
-        if (has_columns)
-            for (int step = 0; step < AHEAD; step++) fetch(step, values);
+            for (int i = 0; i < 2; i++) warp_largest[turn][warp][g + 8 * i] = largest[i];
         __syncthreads();
-
         if (page_of_warp < here) {
-            for (int r = 0; r < TILES; r++) {
-                float m[2] = {-INFINITY, -INFINITY};  // up to this warp's page
-                for (int other = 0; other < WARPS; other++)
-                    for (int i = 0; i < 2; i++)
-                        if (other / PAGE_WARPS <= page_of_warp)
-                            m[i] = fmaxf(m[i], warp_largest[turn][other][16 * r + g + 8 * i]);
+            float m[2] = {-INFINITY, -INFINITY};  // up to this warp's page
+            for (int other = 0; other < WARPS; other++)
                 for (int i = 0; i < 2; i++)
-                    if (m[i] == -INFINITY) m[i] = 0.0f;  // nothing visible yet: weights are 2^-inf
-                for (int step = 0; step < KEYS / 16; step++) {
-                    unsigned a[4];
-                    for (int i = 0; i < 4; i++) {
-                        const float* x = &score[r][2 * step + i / 2][2 * (i % 2)];
-                        a[i] = half2_bits(exp2_fast(__fsub_rn(x[0], m[i % 2])),
-                                          exp2_fast(__fsub_rn(x[1], m[i % 2])));
-                    }
-                    weights[r][warp * (KEYS / 16) + step][lane] =
-                        make_uint4(a[0], a[1], a[2], a[3]);
+                    if (other / PAGE_WARPS <= page_of_warp)
+                        m[i] = fmaxf(m[i], warp_largest[turn][other][g + 8 * i]);
+            for (int i = 0; i < 2; i++)
+                if (m[i] == -INFINITY) m[i] = 0.0f;  // nothing visible yet: weights are 2^-inf
+            for (int step = 0; step < KEYS / 16; step++) {
+                unsigned a[4];
+                for (int i = 0; i < 4; i++) {
+                    const float* x = &score[2 * step + i / 2][2 * (i % 2)];
+                    a[i] = half2_bits(exp2_fast(__fsub_rn(x[0], m[i % 2])),
+                                      exp2_fast(__fsub_rn(x[1], m[i % 2])));
                 }
+                weights[warp * (KEYS / 16) + step][lane] = make_uint4(a[0], a[1], a[2], a[3]);
             }
         }
         __syncthreads();
@@ -1460,91 +1474,74 @@ DEVICE void attention_tile(const Attention& work) {
 
         // Values: slots 2t, 2t + 1, 2t + 8, 2t + 9 are keys 4t .. 4t + 3 of a step, and slot g of
         // product n is column NEIGHBOURS * g + n of this warp.
-        float sum[TILES][4] = {}, o[TILES][NEIGHBOURS][4] = {}, m[2 * TILES];
-        for (int i = 0; i < 2 * TILES; i++) m[i] = -INFINITY;
-#pragma unroll
-        for (int page = 0; page < SEGMENT_PAGES; page++) {
-            if (page >= here) break;
-            for (int i = 0; i < 2 * TILES; i++) {
+        float sum[4] = {}, o[NEIGHBOURS][4] = {}, m[2] = {-INFINITY, -INFINITY};
+#pragma unroll 1
+        for (int page = 0; page < here; page++) {
+            for (int i = 0; i < 2; i++) {
                 const float before = m[i];
                 for (int w = page * PAGE_WARPS; w < (page + 1) * PAGE_WARPS; w++)
                     m[i] = fmaxf(m[i], warp_largest[turn][w][g + 8 * i]);
                 const float factor = rescale_factor(before, m[i]);
-                for (int e = i % 2 * 2; e < i % 2 * 2 + 2; e++) {
-                    sum[i / 2][e] = __fmul_rn(sum[i / 2][e], factor);
-                    for (int n = 0; n < NEIGHBOURS; n++)
-                        o[i / 2][n][e] = __fmul_rn(o[i / 2][n][e], factor);
+                for (int e = i * 2; e < i * 2 + 2; e++) {
+                    sum[e] = __fmul_rn(sum[e], factor);
+                    for (int n = 0; n < NEIGHBOURS; n++) o[n][e] = __fmul_rn(o[n][e], factor);
                 }
             }
-            const bool more = page + 1 < here;
-            const KvPlace next =
-                kv_place<Q8, KW>(values_of(first_page + page + more), 4 * t, column);
-#pragma unroll
             for (int step = 0; step < STEPS; step++) {
+                const char* from;
+                if (step % (V_KEYS / 16) == 0) from = acquire();
                 unsigned v[4][NEIGHBOURS / 2];
-                for (int k = 0; k < 4; k++) value[step % AHEAD][k].expand(v[k]);
-                uint4 p[TILES];
-                for (int r = 0; r < TILES; r++) {
-                    p[r] = weights[r][page * STEPS + step][lane];
-                    mma_fragment(sum[r], p[r], HALF_ONES, HALF_ONES);
-                }
+                for (int k = 0; k < 4; k++)
+                    Columns::template load<NEIGHBOURS>(from, 16 * step % V_KEYS + 4 * t + k,
+                                                       NEIGHBOURS * g, warp * COLUMNS).expand(v[k]);
+                const uint4 p = weights[page * STEPS + step][lane];
+                mma_fragment(sum, p, HALF_ONES, HALF_ONES);
                 for (int n = 0; n < NEIGHBOURS; n++) {
                     const unsigned pick = n % 2 ? 0x7632 : 0x5410;
-                    const unsigned b0 = __byte_perm(v[0][n / 2], v[1][n / 2], pick);
-                    const unsigned b1 = __byte_perm(v[2][n / 2], v[3][n / 2], pick);
-                    for (int r = 0; r < TILES; r++) mma_fragment(o[r][n], p[r], b0, b1);
+                    mma_fragment(o[n], p, __byte_perm(v[0][n / 2], v[1][n / 2], pick),
+                                 __byte_perm(v[2][n / 2], v[3][n / 2], pick));
                 }
-                if (step + AHEAD < STEPS)
-                    fetch(step + AHEAD, values);
-                else if (more)
-                    fetch(step + AHEAD, next);
+                if ((step + 1) % (V_KEYS / 16) == 0) release();
             }
-            values = next;
         }
 
         // Thread (g, t) now holds columns 2 NEIGHBOURS t .. of its warp, rows g + 8 i.
         if (gridDim.z == 1) {
-            for (int r = 0; r < TILES; r++) {
-                const float2 up = softmax[2 * r][threadIdx.x].fold(m[2 * r], sum[r][0]);
-                const float2 down = softmax[2 * r + 1][threadIdx.x].fold(m[2 * r + 1], sum[r][2]);
-                for (int n = 0; n < NEIGHBOURS; n++) {
-                    float4& all = total(r, n);
-                    const float(&part)[4] = o[r][n];
-                    all = {fold_value(all.x, part[0], up), fold_value(all.y, part[1], up),
-                           fold_value(all.z, part[2], down), fold_value(all.w, part[3], down)};
-                }
+            const float2 up = softmax[0].fold(m[0], sum[0]), down = softmax[1].fold(m[1], sum[2]);
+            for (int n = 0; n < NEIGHBOURS; n++) {
+                float4& all = total[n];
+                all = {fold_value(all.x, o[n][0], up), fold_value(all.y, o[n][1], up),
+                       fold_value(all.z, o[n][2], down), fold_value(all.w, o[n][3], down)};
             }
             continue;
         }
-        for (int i = 0; i < 2 * TILES; i++) {
-            if (visible[g + 8 * i] < 0 || !has_sums) continue;
+        for (int i = 0; i < 2; i++) {
+            if (visible[g + 8 * i] < 0 || warp * COLUMNS + 2 * NEIGHBOURS * t >= VW) continue;
             const int64_t at = int64_t(place[g + 8 * i]) * work.max_segments + segment;
             float4* to = reinterpret_cast<float4*>(work.part_values + at * VW + warp * COLUMNS +
                                                    2 * NEIGHBOURS * t);
             for (int n = 0; n < 2 * NEIGHBOURS; n += 4) {
-                const int e = i % 2 * 2 + n / NEIGHBOURS, c = n % NEIGHBOURS;
-                const float(&from)[NEIGHBOURS][4] = o[i / 2];
-                to[n / 4] = make_float4(from[c][e], from[c + 1][e], from[c + 2][e], from[c + 3][e]);
+                const int e = i * 2 + n / NEIGHBOURS, c = n % NEIGHBOURS;
+                to[n / 4] = make_float4(o[c][e], o[c + 1][e], o[c + 2][e], o[c + 3][e]);
             }
-            if (warp == 0 && t == 0)
-                work.part_states[at] = make_float2(m[i], sum[i / 2][i % 2 * 2]);
+            if (warp == 0 && t == 0) work.part_states[at] = make_float2(m[i], sum[i * 2]);
         }
     }
-    if (gridDim.z > 1 || !has_sums) return;
-    for (int i = 0; i < 2 * TILES; i++) {
+    if (gridDim.z > 1 || warp * COLUMNS + 2 * NEIGHBOURS * t >= VW) return;
+    for (int i = 0; i < 2; i++) {
         const int row_and_head = place[g + 8 * i];
         if (row_and_head < 0) continue;
-        const float inverse = inverse_sum(softmax[i][threadIdx.x].l);
+        const float inverse = inverse_sum(softmax[i].l);
         const int row_heads = LATENT ? 1 : n_heads;  // of a row of out
         const int row = row_and_head / row_heads;
         const int at = row_and_head % row_heads * VW + warp * COLUMNS + 2 * NEIGHBOURS * t;
         unsigned x[NEIGHBOURS];  // pairs of columns
         for (int n = 0; n < NEIGHBOURS; n += 2) {
-            const float4 a = total(i / 2, n), b = total(i / 2, n + 1);
-            x[n / 2] = half2_bits(normalised(i % 2 ? a.z : a.x, inverse),
-                                  normalised(i % 2 ? b.z : b.x, inverse));
-            x[(NEIGHBOURS + n) / 2] = half2_bits(normalised(i % 2 ? a.w : a.y, inverse),
-                                                 normalised(i % 2 ? b.w : b.y, inverse));
+            const float4 a = total[n], b = total[n + 1];
+            x[n / 2] = half2_bits(normalised(i ? a.z : a.x, inverse),
+                                  normalised(i ? b.z : b.x, inverse));
+            x[(NEIGHBOURS + n) / 2] = half2_bits(normalised(i ? a.w : a.y, inverse),
+                                                 normalised(i ? b.w : b.y, inverse));
         }
         for (int n = 0; n < NEIGHBOURS; n += 4)
             work.out[piece_at(row, at + 2 * n, work.stride / CHUNK)] =
@@ -1552,30 +1549,304 @@ DEVICE void attention_tile(const Attention& work) {
     }
 }
 
-#define ATTENTION_OF(NAME, Q8, KW, VW, TILES, BLOCKS)                                            \
-    KERNEL __launch_bounds__(32 * (VW < KW ? LATENT_WARPS : ATTENTION_WARPS), BLOCKS)            \
+#define ATTENTION_OF(NAME, Q8, KW, VW)                                                           \
+    KERNEL __launch_bounds__(32 * (VW < KW ? LATENT_WARPS : ATTENTION_WARPS),                    \
+                             VW == 512 ? 1 : Q8 && VW == KW ? 4 : 2)                             \
     attention_##NAME(const __grid_constant__ Attention work) {                                   \
         let_successor_start();                                                                   \
-        attention_tile<Q8, KW, VW, TILES>(work);                                                 \
+        attention_tile<Q8, KW, VW>(work);                                                        \
     }
-#define ATTENTION(NAME, KW, VW, TILES, BLOCKS)                                                   \
-    ATTENTION_OF(f16_##NAME, false, KW, VW, TILES, BLOCKS)                                       \
-    ATTENTION_OF(q8_##NAME, true, KW, VW, TILES, BLOCKS)
-ATTENTION(64, 64, 64, 1, 4)
-ATTENTION(96, 96, 96, 1, 4)
-ATTENTION(128, 128, 128, 1, 4)
-ATTENTION(192, 192, 192, 1, 3)
-ATTENTION(256, 256, 256, 1, 3)
-// Twice the rows for one reading of K and V: for tiles of a prompt.
-ATTENTION(64_wide, 64, 64, 2, 2)
-ATTENTION(96_wide, 96, 96, 2, 3)
-ATTENTION(128_wide, 128, 128, 2, 4)
+#define ATTENTION(NAME, KW, VW)                                                                  \
+    ATTENTION_OF(f16_##NAME, false, KW, VW)                                                      \
+    ATTENTION_OF(q8_##NAME, true, KW, VW)
+ATTENTION(64, 64, 64)
+ATTENTION(96, 96, 96)
+ATTENTION(128, 128, 128)
+ATTENTION(192, 192, 192)
+ATTENTION(256, 256, 256)
 // Latent attention: K holds V.
-ATTENTION(320, 320, 256, 1, 2)
-ATTENTION(576, 576, 512, 1, 1)
+ATTENTION(320, 320, 256)
+ATTENTION(576, 576, 512)
 // 80 values are no whole blocks of q8.
-ATTENTION_OF(f16_80, false, 80, 80, 1, 4)
-ATTENTION_OF(f16_80_wide, false, 80, 80, 2, 2)
+ATTENTION_OF(f16_80, false, 80, 80)
+
+// ---- prompts: more rows for one reading of K and V, which wait in shared memory ----------------
+
+// Four 8x8 matrices of f16, transposed: lane i has the address of row i % 8 of matrix i / 8.
+DEVICE void load_transposed(unsigned (&d)[4], const uint4* row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+                 : "r"(unsigned(__cvta_generic_to_shared(row))));
+}
+
+template <bool Q8, int HD, int TILES>
+struct PromptShape {
+    static constexpr int THREADS = 32 * ATTENTION_WARPS, ROWS = 16 * TILES * ATTENTION_WARPS;
+    static constexpr int CHUNKS = HD / 8;                        // of 16 bytes in f16, of a key
+    static constexpr int KEYS = 64 * (HD > 128 ? 1 : 2) / (Q8 ? 4 : 2);  // of K or V in a buffer
+    static constexpr int PARTS = PAGE / KEYS, BUFFER = KEYS * CHUNKS;
+};
+
+// As attention_tile for many rows: TILES 16-row tiles a warp, which holds all columns of their
+// sums; what it folds lies in shared memory. K and V of KEYS keys come in turns into two buffers.
+// PRECOND: grid (ceil(n_tiles / block_tiles), H_kv, splits), 128 threads; the rows of block_tiles
+// tiles * H / H_kv <= 64 TILES. Neighbouring tiles of a sequence share K and V.
+// Reads K and V once per block; lane (g, t) holds rows g, g + 8 of a product.
+template <bool Q8, int HD, int TILES>
+DEVICE void attention_prompt(const Attention& work) {
+    using Shape = PromptShape<Q8, HD, TILES>;
+    constexpr int THREADS = Shape::THREADS, ROWS = Shape::ROWS, CHUNKS = Shape::CHUNKS;
+    constexpr int KEYS = Shape::KEYS, PARTS = Shape::PARTS, BUFFER = Shape::BUFFER;
+    constexpr int BLOCK_BYTES = kv_block_bytes(Q8 ? KV_Q8 : KV_F16, HD);
+    extern __shared__ __align__(128) uint8_t shared[];
+    float4* totals = reinterpret_cast<float4*>(shared) + threadIdx.x;
+    uint4* buffers = reinterpret_cast<uint4*>(shared) + TILES * CHUNKS * THREADS;
+    Softmax* softmax = reinterpret_cast<Softmax*>(buffers + 2 * BUFFER);
+    int *place = reinterpret_cast<int*>(softmax + ROWS), *visible = place + ROWS;
+    wait_for_predecessor();
+
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
+    const int n_heads = work.n_heads, group = n_heads / work.n_kv_heads, kv_head = blockIdx.y;
+    const int first_of_warp = 16 * TILES * warp;
+    // A prompt's last tiles see most: first.
+    int tile = (gridDim.x - 1 - blockIdx.x) * work.block_tiles;
+    const int last_tile = min(tile + work.block_tiles, int(work.n_tiles));
+    while (tile < last_tile) {
+        const int* tiles = work.tiles + 4 * tile;
+        const int first_row = tiles[0], slot = tiles[2], first_position = tiles[3];
+        int n_rows = tiles[1];
+        for (tile++; tile < last_tile && slot >= 0; tile++) {
+            tiles += 4;
+            if (tiles[2] != slot || tiles[3] != first_position + n_rows) break;
+            n_rows += tiles[1];
+        }
+        const int n_pages = slot < 0 ? 0 : (first_position + n_rows - 1) / PAGE + 1;
+
+        __syncthreads();
+        if (threadIdx.x < ROWS) {
+            const int token = threadIdx.x / group, head = kv_head * group + threadIdx.x % group;
+            place[threadIdx.x] = token < n_rows ? (first_row + token) * n_heads + head : -1;
+            visible[threadIdx.x] = token < n_rows && slot >= 0 ? first_position + token : -1;
+            softmax[threadIdx.x] = {-INFINITY, 0.0f};
+        }
+        for (int i = 0; i < TILES * CHUNKS; i++) totals[i * THREADS] = make_float4(0, 0, 0, 0);
+        __syncthreads();
+        const int first_sees = visible[first_of_warp];  // the most that all rows of the warp see
+        const int last_sees =
+            first_sees < 0 ? -1 : first_position + min((first_of_warp + 16 * TILES - 1) / group,
+                                                       n_rows - 1);
+
+        // Buffer after buffer, K and V in turns: the next one is on its way while one is in use.
+        const char* layer = work.pages + kv_offset(work.layer, work.n_pages, 0, work.n_kv_heads,
+                                                   kv_head, BLOCK_BYTES);
+        const int* table = work.page_table + int64_t(max(slot, 0)) * work.max_pages;
+        int next_page = blockIdx.z * SEGMENT_PAGES, next_part = 0, buffer = 0;
+        const auto after = [&](int page) {
+            return ++page % SEGMENT_PAGES ? page : page + (gridDim.z - 1) * SEGMENT_PAGES;
+        };
+        const auto swizzled = [](int key, int chunk) {
+            const int low = key / 4 % 4, high = CHUNKS % 8 ? 0 : key % 2 * 4;
+            return key * CHUNKS + (chunk ^ (low | high));
+        };
+        Values<Q8, Q8_BLOCK> raw;  // q8: a block a thread, expanded when its turn comes
+        const auto fetch = [&] {
+            if (next_page < n_pages) {
+                const bool is_v = next_part >= PARTS;
+                const char* from = layer + is_v * BLOCK_BYTES +
+                                   int64_t(table[next_page]) * work.n_kv_heads * 2 * BLOCK_BYTES;
+                const int first_key = next_part % PARTS * KEYS;
+                if constexpr (Q8) {
+                    if (threadIdx.x < KEYS * HD / Q8_BLOCK)
+                        raw.load(kv_place<Q8, HD>(from, first_key, threadIdx.x * Q8_BLOCK), 0);
+                } else {
+#pragma unroll
+                    for (int at = threadIdx.x; at < BUFFER; at += THREADS)
+                        copy_async<16>(__cvta_generic_to_shared(buffers + buffer * BUFFER +
+                                                                swizzled(at / CHUNKS, at % CHUNKS)),
+                                       from + (first_key * CHUNKS + at) * 16);
+                }
+                next_part = (next_part + 1) % (2 * PARTS);
+                if (next_part == 0) next_page = after(next_page);
+            }
+            if (!Q8) asm volatile("cp.async.commit_group;");
+        };
+        const auto acquire = [&] {
+            if constexpr (Q8) {
+                const int at = threadIdx.x * 4;
+                unsigned x[Q8_BLOCK / 2];
+                raw.expand(x);
+                for (int i = 0; i < 4 && at < BUFFER; i++)
+                    buffers[buffer * BUFFER + swizzled(at / CHUNKS, at % CHUNKS + i)] =
+                        make_uint4(x[4 * i], x[4 * i + 1], x[4 * i + 2], x[4 * i + 3]);
+            } else {
+                asm volatile("cp.async.wait_group 0;" ::: "memory");
+            }
+            __syncthreads();
+            const uint4* ready = buffers + buffer * BUFFER;
+            buffer ^= 1;
+            fetch();
+            return ready;
+        };
+        fetch();
+
+        int query[2 * TILES];  // where the queries of rows g + 8 i begin
+        for (int i = 0; i < 2 * TILES; i++)
+            query[i] = max(place[first_of_warp + g + 8 * i], 0) * CHUNKS + t;
+        float o[TILES][CHUNKS][4], sum[TILES][4], m[2 * TILES];
+#pragma unroll 1
+        for (int page = blockIdx.z * SEGMENT_PAGES; page < n_pages; page = after(page)) {
+            const bool active = page * PAGE <= last_sees, all = page * PAGE + PAGE <= first_sees + 1;
+            if (page % SEGMENT_PAGES == 0)
+                for (int r = 0; r < TILES; r++) {
+                    for (int e = 0; e < 4; e++) {
+                        sum[r][e] = 0.0f;
+                        for (int n = 0; n < CHUNKS; n++) o[r][n][e] = 0.0f;
+                    }
+                    m[2 * r] = m[2 * r + 1] = -INFINITY;
+                }
+            // Scores: which keys the slots of a product are is said in attention_tile.
+            float score[TILES][PAGE / 8][4] = {};
+            for (int part = 0; part < PARTS; part++) {
+                const uint4* keys = acquire();
+                if (!active) continue;
+                for (int i = 0; i < HD / 32; i++) {
+                    uint4 a[TILES][2];
+                    for (int r = 0; r < TILES; r++) {
+                        const uint4* q = reinterpret_cast<const uint4*>(work.q) + 4 * i;
+                        const uint4 x = q[query[2 * r]], y = q[query[2 * r + 1]];
+                        a[r][0] = make_uint4(x.x, y.x, x.y, y.y);
+                        a[r][1] = make_uint4(x.z, y.z, x.w, y.w);
+                    }
+                    for (int n = 0; n < KEYS / 8; n++) {
+                        const int key = 16 * (n / 2) + 2 * (n % 2) + 4 * (g / 2) + g % 2;
+                        const uint4 k = keys[swizzled(key, 4 * i + t)];
+                        for (int r = 0; r < TILES; r++) {
+                            mma_fragment(score[r][part * KEYS / 8 + n], a[r][0], k.x, k.y);
+                            mma_fragment(score[r][part * KEYS / 8 + n], a[r][1], k.z, k.w);
+                        }
+                    }
+                }
+            }
+            uint4 p[TILES][PAGE / 16];
+            for (int r = 0; active && r < TILES; r++) {
+                float factor[2], base[2];
+                for (int i = 0; i < 2; i++) {
+                    const int last = visible[first_of_warp + 16 * r + 8 * i + g];
+                    float largest = m[2 * r + i];
+                    for (int n = 0; n < PAGE / 8; n++)
+                        for (int e = 0; e < 2; e++) {
+                            const int at = page * PAGE + 16 * (n / 2) + 4 * t + 2 * (n % 2) + e;
+                            float& x = score[r][n][2 * i + e];
+                            x = all || at <= last ? __fmul_rn(x, work.scale) : -INFINITY;
+                            largest = fmaxf(largest, x);
+                        }
+                    for (int lanes = 1; lanes < 4; lanes *= 2)
+                        largest = fmaxf(largest, __shfl_xor_sync(ALL_LANES, largest, lanes));
+                    factor[i] = rescale_factor(m[2 * r + i], largest);
+                    m[2 * r + i] = largest;
+                    base[i] = largest == -INFINITY ? 0.0f : largest;
+                }
+                for (int step = 0; step < PAGE / 16; step++) {
+                    unsigned x[4];
+                    for (int i = 0; i < 4; i++) {
+                        const float* from = &score[r][2 * step + i / 2][2 * (i % 2)];
+                        x[i] = half2_bits(exp2_fast(__fsub_rn(from[0], base[i % 2])),
+                                          exp2_fast(__fsub_rn(from[1], base[i % 2])));
+                    }
+                    p[r][step] = make_uint4(x[0], x[1], x[2], x[3]);
+                }
+                if (page % SEGMENT_PAGES &&
+                    __any_sync(ALL_LANES, factor[0] != 1.0f || factor[1] != 1.0f))
+                    for (int e = 0; e < 4; e++) {
+                        sum[r][e] = __fmul_rn(sum[r][e], factor[e / 2]);
+                        for (int n = 0; n < CHUNKS; n++)
+                            o[r][n][e] = __fmul_rn(o[r][n][e], factor[e / 2]);
+                    }
+            }
+            for (int part = 0; part < PARTS; part++) {
+                const uint4* values = acquire();
+                if (!active) continue;
+                for (int step = 0; step < KEYS / 16; step++) {
+                    const int key = 16 * step + lane % 8 / 2 * 4 + lane / 8 % 2 * 2 + lane % 2;
+                    for (int r = 0; r < TILES; r++)
+                        mma_fragment(sum[r], p[r][part * KEYS / 16 + step], HALF_ONES, HALF_ONES);
+                    for (int n = 0; n < CHUNKS; n += 2) {
+                        unsigned v[4];
+                        load_transposed(v, values + swizzled(key, n + lane / 16));
+                        for (int r = 0; r < TILES; r++) {
+                            const uint4 a = p[r][part * KEYS / 16 + step];
+                            mma_fragment(o[r][n], a, v[0], v[1]);
+                            mma_fragment(o[r][n + 1], a, v[2], v[3]);
+                        }
+                    }
+                }
+            }
+
+            // The end of a segment: lane (g, t) holds columns 8 n + 2t, 8 n + 2t + 1.
+            const int segment = page / SEGMENT_PAGES;
+            if (segment * SEGMENT_PAGES * PAGE > last_sees ||
+                page % SEGMENT_PAGES != SEGMENT_PAGES - 1 && page + 1 < n_pages)
+                continue;
+            for (int r = 0; r < TILES; r++) {
+                const int row = first_of_warp + 16 * r + g;
+                if (gridDim.z == 1) {
+                    Softmax up = softmax[row], down = softmax[row + 8];
+                    __syncwarp();
+                    const float2 factor = up.fold(m[2 * r], sum[r][0]);
+                    const float2 lower = down.fold(m[2 * r + 1], sum[r][2]);
+                    if (t == 0) softmax[row] = up, softmax[row + 8] = down;
+                    for (int n = 0; n < CHUNKS; n++) {
+                        float4& all = totals[(r * CHUNKS + n) * THREADS];
+                        const float(&x)[4] = o[r][n];
+                        all = {fold_value(all.x, x[0], factor), fold_value(all.y, x[1], factor),
+                               fold_value(all.z, x[2], lower), fold_value(all.w, x[3], lower)};
+                    }
+                    continue;
+                }
+                for (int i = 0; i < 2; i++) {
+                    if (visible[row + 8 * i] < 0) continue;
+                    const int64_t at = int64_t(place[row + 8 * i]) * work.max_segments + segment;
+                    float2* to = reinterpret_cast<float2*>(work.part_values + at * HD) + t;
+                    for (int n = 0; n < CHUNKS; n++)
+                        to[4 * n] = make_float2(o[r][n][2 * i], o[r][n][2 * i + 1]);
+                    if (t == 0) work.part_states[at] = make_float2(m[2 * r + i], sum[r][2 * i]);
+                }
+            }
+        }
+        if (gridDim.z > 1) continue;
+        __syncwarp();
+        for (int i = 0; i < 2 * TILES; i++) {
+            const int row = first_of_warp + g + 8 * i, row_and_head = place[row];
+            if (row_and_head < 0) continue;
+            const float inverse = inverse_sum(softmax[row].l);
+            for (int n = 0; n < CHUNKS; n++) {
+                const float4 all = totals[(i / 2 * CHUNKS + n) * THREADS];
+                uint4* to = work.out + piece_at(row_and_head / n_heads,
+                                                row_and_head % n_heads * HD + 8 * n,
+                                                work.stride / CHUNK);
+                reinterpret_cast<unsigned*>(to)[t] =
+                    half2_bits(normalised(i % 2 ? all.z : all.x, inverse),
+                               normalised(i % 2 ? all.w : all.y, inverse));
+            }
+        }
+    }
+}
+
+#define ATTENTION_PROMPT(NAME, Q8, HD, TILES)                                                    \
+    KERNEL __launch_bounds__(32 * ATTENTION_WARPS, 2)                                            \
+    attention_##NAME(const __grid_constant__ Attention work) {                                   \
+        attention_prompt<Q8, HD, TILES>(work);                                                   \
+    }
+ATTENTION_PROMPT(f16_64_prompt, false, 64, 2)
+ATTENTION_PROMPT(f16_96_prompt, false, 96, 2)
+ATTENTION_PROMPT(f16_128_prompt, false, 128, PT)
+ATTENTION_PROMPT(f16_192_prompt, false, 192, 1)
+ATTENTION_PROMPT(f16_256_prompt, false, 256, 1)
+ATTENTION_PROMPT(q8_64_prompt, true, 64, 2)
+ATTENTION_PROMPT(q8_96_prompt, true, 96, 2)
+ATTENTION_PROMPT(q8_128_prompt, true, 128, PT)
+ATTENTION_PROMPT(q8_192_prompt, true, 192, 1)
+ATTENTION_PROMPT(q8_256_prompt, true, 256, 1)
 
 // Folds the stored segments of each row and head in index order: -> out f16 [rows H / row_heads,
 // stride].

@@ -171,11 +171,11 @@ Q8_BLOCK = 32  # values along head_dim that share an f16 scale
 # their blocks a multiprocessor holds. The last two are latent: K holds V.
 ATTENTION_BLOCKS = {(64, 64): 2, (80, 80): 2, (96, 96): 2, (128, 128): 2, (192, 192): 2,
                     (256, 256): 2, (320, 256): 2, (576, 512): 1}
-ATTENTION_RING = {"f16": 1 << 16, "q8": 36864}  # bytes of shared memory for K and V
-ATTENTION_ROWS = 16  # (token, query head) pairs of one attention tile; twice that in a wide one
+ATTENTION_ROWS = 16  # (token, query head) pairs of one attention tile
+ATTENTION_RING = {"f16": 65536, "q8": 36864}  # bytes of shared memory for K and V on their way
 ATTENTION_THREADS, LATENT_THREADS = 128, 256  # of a block
-WIDEST_HEAD = 128  # for which there are wide tiles
-PROMPT_TILES = {64: 2, 96: 2, 128: 2, 192: 1, 256: 1}
+# Heads for which attention_prompt has kernels: (pairs of a block, keys in a buffer of f16).
+PROMPT_BLOCKS = {64: (128, 64), 96: (128, 64), 128: (128, 64), 192: (64, 32), 256: (64, 32)}
 SEGMENT = 256  # positions under one running softmax
 PARTS_LIMIT = 1 << 28  # bytes of scratch for segments that wait to be merged
 ROW_THREADS = 1024  # of the kernels that hold a row in a block
@@ -362,6 +362,7 @@ class Device:
             self.opened.callback(self.free_all)
             self.opened = self.opened.pop_all()
         # On sm_90 and later a kernel may start while its predecessor ends: see follow_predecessor.
+        self.single_tiles = 0  # in front of those of more rows, in the batch uploaded last
         self.launch_early = False
         attribute_id = driver.CUlaunchAttributeID
         early = driver.CUlaunchAttribute()
@@ -570,8 +571,7 @@ class Device:
 
     def tile_tokens(self, cfg):
         """Most rows of one attention tile: consecutive tokens of a sequence."""
-        tile_rows = ATTENTION_ROWS
-        return max(1, tile_rows // (cfg.n_heads // cfg.n_kv_heads))
+        return max(1, ATTENTION_ROWS // (cfg.n_heads // cfg.n_kv_heads))
 
     # ---- steps: upload, run, fetch -----------------------------------------------------------
 
@@ -585,6 +585,7 @@ class Device:
         # Worth 7% of a step of 1 row and 3% of 8 (8B on an H200); at 64 rows it costs 10%, since
         # waiting blocks take room, and an eager launch takes Python longer.
         self.launch_early = self.arch >= 90 and len(batch.tokens) <= FEW_ROWS
+        self.single_tiles = int(np.argmax(np.append(batch.tiles[:, 1] != 1, True)))  # in front
         block = self.buffer("batch", packed.shape, np.int32)
         self.write(block, packed)
         table = self.buffer("page_table", batch.page_table.shape, np.int32)
@@ -832,7 +833,9 @@ class Device:
         rows, heads = qkv.shape[0], cfg.n_heads + 2 * cfg.n_kv_heads
         assert qkv.shape[1] == (heads + cfg.n_heads * cfg.q_gated) * cfg.head_dim
         q, work = self.heads(angles, cfg, layer, kv, batch)
-        self.launch("rope_kv", (rows, -(-heads // 4)), 128,
+        blocks = -(-heads // 4)  # a row's; where there are more than enough, a warp takes 4 heads
+        blocks = max(1, blocks // 4) if rows > FEW_ROWS else blocks
+        self.launch("rope_kv", (rows, blocks), 128,
                     (qkv, q_norm, k_norm, cfg.q_gated, *work))
         return q
 
@@ -878,32 +881,35 @@ class Device:
         # Weights add up to one and V is f16: the result needs no row scale. The columns that pad
         # it are never written: scratch starts as zeros, and each width has its own.
         out = self.buffer(f"attention_{cols}", (padded(x_rows, 8), padded(cols, 128)), np.float16)
-        segments = -(-max_pages * PAGE // SEGMENT)
-        tiles = batch.tiles.shape[0]
+        segments, tiles = -(-max_pages * PAGE // SEGMENT), batch.tiles.shape[0]
+        # In a step with a prompt, single rows come first.
+        prompt = rows > GRAPH_SIZES[-1] and dim in PROMPT_BLOCKS
+        single = self.single_tiles if prompt else tiles
+        rows = single if prompt else rows
         blocks = -(-heads // ATTENTION_ROWS) if cfg.latent else cfg.n_kv_heads  # of a tile
-        splits = self.attention_splits(cfg, tiles * blocks, segments, 4 * x_rows * cols)
+        splits = self.attention_splits(cfg, single * blocks, segments, 4 * rows * heads * width)
         parts = (None, None) if splits == 1 else (
             self.buffer("attention_values", (rows, heads * width * segments), np.float32),
             self.buffer("attention_states", (rows, heads * segments, 2), np.float32))
-        if rows > GRAPH_SIZES[-1] and dim in PROMPT_TILES:
-            per_warp = PROMPT_TILES[dim]
-            block_tiles = 64 * per_warp // (heads // cfg.n_kv_heads) // self.tile_tokens(cfg)
-            splits = 1
-            smem = 256 * per_warp * dim + 4 * dim * (64 if dim <= WIDEST_HEAD else 32) // (1 if kv.format == "f16" else 2) + 1024 * per_warp
-            self.launch(f"attention_{kv.format}_{dim}_prompt", (-(-tiles // block_tiles), cfg.n_kv_heads, splits),
-                    ATTENTION_THREADS,
-                    (q, out, None, None, kv.data, batch.page_table, batch.tiles, layer, kv.n_pages,
-                     max_pages, segments, heads, cfg.n_kv_heads, out.shape[1], scale, tiles, block_tiles), smem)
-            return Activations(out, None, x_rows, cols)
-        self.launch(f"attention_{kv.format}_{dim}", (tiles, blocks, splits),
-                    LATENT_THREADS if cfg.latent else ATTENTION_THREADS,
-                    (q, out, *parts, kv.data, batch.page_table, batch.tiles, layer, kv.n_pages,
-                     max_pages, segments, heads, cfg.n_kv_heads, out.shape[1], scale, 0, 0),
-                    ATTENTION_RING[kv.format])
+
+        def launch(kind, grid, threads, first_tile, smem, *more):
+            self.launch(f"attention_{kv.format}_{dim}{kind}", grid, threads,
+                        (q, out, *parts, kv.data, batch.page_table, batch.tiles.at(16 * first_tile),
+                         layer, kv.n_pages, max_pages, segments, heads, cfg.n_kv_heads,
+                         out.shape[1], scale, *more), smem)
+
+        launch("", (single, blocks, splits), LATENT_THREADS if cfg.latent else ATTENTION_THREADS,
+               0, ATTENTION_RING[kv.format], 0, 0)
         if splits > 1:
             self.launch("attention_merge", (rows, heads), padded(width, 32),
                         (*parts, out, batch.positions, batch.slots, segments, out.shape[1], width,
                          row_heads))
+        if prompt:
+            pairs, keys = PROMPT_BLOCKS[dim]
+            block_tiles = pairs // (heads // cfg.n_kv_heads) // self.tile_tokens(cfg)
+            buffers = 2 * keys * dim * 2 // (2 if kv.format == "q8" else 1)
+            launch("_prompt", (-(-(tiles - single) // block_tiles), blocks), ATTENTION_THREADS,
+                   single, pairs * (4 * dim + 16) + buffers, tiles - single, block_tiles)
         return Activations(out, None, x_rows, cols)
 
     def attention_splits(self, cfg, blocks, segments, segment_bytes):
@@ -912,8 +918,8 @@ class Device:
         It is fixed when a graph is captured, so it looks at what the page table can hold. It moves
         no bits: the segments of a row are merged in index order either way.
         """
-        room = self.multiprocessors * ATTENTION_BLOCKS[cfg.head_dim, cfg.value_dim] // blocks
-        return 1 if segments * segment_bytes > PARTS_LIMIT else max(1, min(room, segments))
+        room = self.multiprocessors * ATTENTION_BLOCKS[cfg.head_dim, cfg.value_dim] // max(blocks, 1)
+        return 1 if not 0 < segments * segment_bytes <= PARTS_LIMIT else max(1, min(room, segments))
 
     def delta_conv(self, u, mixer, cfg, layer, kv, batch):
         """c f32 [rows, delta_channels + 2 H_v] = q | k | v | beta | decay of u f32 [rows, .]."""

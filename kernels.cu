@@ -1053,48 +1053,63 @@ struct Turn {
 // qkv f32 [rows, (H + 2 H_kv) D] -> q [rows, H D] f16 (f32 if KV is f32), K and V into their pages.
 // q and k: RMSNorm over the head where norm vectors are given, then rotation of rope_dim values.
 // Gated: D gates follow each head of q; they are left to sigmoid_gate.
-// PRECOND: grid (rows, ceil((H + 2 H_kv) / 4)), 128 threads; D <= 256, for q8 in blocks of 32.
-// One warp holds one head. Moves each value once; rows with slot < 0 write no K and V.
-KERNEL __launch_bounds__(128, 8)
+// PRECOND: grid (rows, at most ceil((H + 2 H_kv) / 4)), 128 threads; D <= 256, for q8 in blocks of
+// 32. One warp holds one head, then the one 4 gridDim.y further on. Moves each value once; rows
+// with slot < 0 write no K and V.
+KERNEL __launch_bounds__(128, 7)
 rope_kv(const float* qkv, const float* q_norm, const float* k_norm, int gated,
         const __grid_constant__ Heads work) {
     let_successor_start();
     __shared__ float heads[4][Q8_BLOCK * MOST_BLOCKS];
     const int row = blockIdx.x, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const int n_heads = work.n_heads, n_kv_heads = work.n_kv_heads, head_dim = work.head_dim;
-    const int head = blockIdx.y * 4 + warp;  // q heads, then k heads, then v heads
-    if (head >= n_heads + 2 * n_kv_heads) return;
-    const bool is_q = head < n_heads, is_v = head >= n_heads + n_kv_heads;
-    const HeadPlace place = place_of(work, row, head, false);
-    const float* norm = is_v ? nullptr : is_q ? q_norm : k_norm;
-    const int gates = gated * n_heads, pieces = n_heads + gates + 2 * n_kv_heads;
-    qkv += (int64_t(row) * pieces + head + min(head * gated, gates)) * head_dim;
-    // All that is read is on its way at once: a chain of loads takes longer than moving the bytes.
-    float x[MOST_BLOCKS] = {}, gain[MOST_BLOCKS], sum = 0.0f;
+    const int all_heads = n_heads + 2 * n_kv_heads;  // q heads, then k heads, then v heads
+    const int gates = gated * n_heads;
+    int head = blockIdx.y * 4 + warp;
+    if (head >= all_heads) return;
+    qkv += int64_t(row) * (all_heads + gates) * head_dim + lane;
+    // All that a head needs is on its way at once: a chain of loads takes longer than the bytes.
+    float x[MOST_BLOCKS] = {}, gain[MOST_BLOCKS];
     Turn turn[MOST_BLOCKS];
-    for (int i = 0; i < MOST_BLOCKS; i++)
-        gain[i] = norm && 32 * i + lane < head_dim ? norm[32 * i + lane] : 1.0f;
+    HeadPlace place;
+    const float* norm;
+    const auto begin_head = [&] {
+        place = place_of(work, row, head, false);
+        norm = head < n_heads ? q_norm : head < n_heads + n_kv_heads ? k_norm : nullptr;
+#pragma unroll
+        for (int i = 0; i < MOST_BLOCKS && 32 * i < head_dim; i++)
+            gain[i] = norm && 32 * i + lane < head_dim ? norm[32 * i + lane] : 1.0f;
+    };
+    begin_head();
     wait_for_predecessor();
-    const int turning = is_v ? 0 : work.rope_dim;
 #pragma unroll
-    for (int i = 0; i < MOST_BLOCKS; i++) {
-        const int d = 32 * i + lane;
-        if (32 * i >= head_dim) break;
-        if (d < head_dim) x[i] = qkv[d];
-        if (d < turning) turn[i] = Turn(d, row, work);
-    }
-    for (int i = 0; i < MOST_BLOCKS; i++) sum += x[i] * x[i];
-    const float inverse = norm ? rsqrtf(warp_sum(sum) / head_dim + work.eps) : 1.0f;
-    for (int i = 0; i < MOST_BLOCKS; i++) {
-        x[i] = x[i] * inverse * gain[i];
-        heads[warp][32 * i + lane] = x[i];
-    }
-    __syncwarp();
+    for (int i = 0; i < MOST_BLOCKS; i++)
+        if (32 * i + lane < work.rope_dim) turn[i] = Turn(32 * i + lane, row, work);
+    while (true) {
+        const float* from = qkv + (head + min(head * gated, gates)) * head_dim;
+        float sum = 0.0f;
 #pragma unroll
-    for (int i = 0; i < MOST_BLOCKS; i++) {
-        const int d = 32 * i + lane;
-        if (d >= head_dim) break;
-        store_value(place, head_dim, d, d < turning ? turn[i].of(heads[warp], d) : x[i]);
+        for (int i = 0; i < MOST_BLOCKS && 32 * i < head_dim; i++)
+            if (32 * i + lane < head_dim) x[i] = from[32 * i];
+        for (int i = 0; i < MOST_BLOCKS; i++) sum += x[i] * x[i];
+        const float inverse = norm ? rsqrtf(warp_sum(sum) / head_dim + work.eps) : 1.0f;
+#pragma unroll
+        for (int i = 0; i < MOST_BLOCKS && 32 * i < head_dim; i++) {
+            x[i] = x[i] * inverse * gain[i];
+            heads[warp][32 * i + lane] = x[i];
+        }
+        __syncwarp();
+        const int turning = head < n_heads + n_kv_heads ? work.rope_dim : 0;
+#pragma unroll
+        for (int i = 0; i < MOST_BLOCKS; i++) {
+            const int d = 32 * i + lane;
+            if (d >= head_dim) break;
+            store_value(place, head_dim, d, d < turning ? turn[i].of(heads[warp], d) : x[i]);
+        }
+        head += 4 * gridDim.y;
+        if (head >= all_heads) return;
+        begin_head();
+        __syncwarp();
     }
 }
 
@@ -1147,6 +1162,9 @@ KERNEL copy_page(char* pages, int n_pages, int page_bytes, int source, int targe
 #endif
 #ifndef PT
 #define PT 2
+#endif
+#ifndef SLOTS_N
+#define SLOTS_N 4
 #endif
 constexpr int SEGMENT_PAGES = 4;
 constexpr int ATTENTION_WARPS = SEGMENT_PAGES, LATENT_WARPS = 2 * SEGMENT_PAGES;
@@ -1317,7 +1335,7 @@ DEVICE void attention_tile(const Attention& work) {
     // is read of K is the next key or, behind the last one, V; all of that is finite.
     constexpr int PIECES = (KW + 31) / 32, LINE = KW % 64 == 0 ? 2 : 1;
     // What a warp copies at once: 32 keys times LINE pieces of K, V_KEYS times its columns of V.
-    constexpr int V_KEYS = 2048 / COLUMNS, SLOTS = LATENT ? 2 : 4;
+    constexpr int V_KEYS = 2048 / COLUMNS, SLOTS = LATENT ? 2 : SLOTS_N;
     constexpr int K_COPIES = KEYS / 32 * PIECES / LINE, V_COPIES = PAGE / V_KEYS;
     using Keys = Staged<Q8, KW, 32, 32 * LINE>;
     using Columns = Staged<Q8, KW, V_KEYS, COLUMNS>;
@@ -1589,7 +1607,7 @@ struct PromptShape {
 
 // As attention_tile for many rows: TILES 16-row tiles a warp, which holds all columns of their
 // sums; what it folds lies in shared memory. K and V of KEYS keys come in turns into two buffers.
-// PRECOND: grid (ceil(n_tiles / block_tiles), H_kv, splits), 128 threads; the rows of block_tiles
+// PRECOND: grid (ceil(n_tiles / block_tiles), H_kv), 128 threads; the rows of block_tiles
 // tiles * H / H_kv <= 64 TILES. Neighbouring tiles of a sequence share K and V.
 // Reads K and V once per block; lane (g, t) holds rows g, g + 8 of a product.
 template <bool Q8, int HD, int TILES>
@@ -1640,10 +1658,7 @@ DEVICE void attention_prompt(const Attention& work) {
         const char* layer = work.pages + kv_offset(work.layer, work.n_pages, 0, work.n_kv_heads,
                                                    kv_head, BLOCK_BYTES);
         const int* table = work.page_table + int64_t(max(slot, 0)) * work.max_pages;
-        int next_page = blockIdx.z * SEGMENT_PAGES, next_part = 0, buffer = 0;
-        const auto after = [&](int page) {
-            return ++page % SEGMENT_PAGES ? page : page + (gridDim.z - 1) * SEGMENT_PAGES;
-        };
+        int next_page = 0, next_part = 0, buffer = 0;
         const auto swizzled = [](int key, int chunk) {
             const int low = key / 4 % 4, high = CHUNKS % 8 ? 0 : key % 2 * 4;
             return key * CHUNKS + (chunk ^ (low | high));
@@ -1666,7 +1681,7 @@ DEVICE void attention_prompt(const Attention& work) {
                                        from + (first_key * CHUNKS + at) * 16);
                 }
                 next_part = (next_part + 1) % (2 * PARTS);
-                if (next_part == 0) next_page = after(next_page);
+                next_page += next_part == 0;
             }
             if (!Q8) asm volatile("cp.async.commit_group;");
         };
@@ -1694,7 +1709,7 @@ DEVICE void attention_prompt(const Attention& work) {
             query[i] = max(place[first_of_warp + g + 8 * i], 0) * CHUNKS + t;
         float o[TILES][CHUNKS][4], sum[TILES][4], m[2 * TILES];
 #pragma unroll 1
-        for (int page = blockIdx.z * SEGMENT_PAGES; page < n_pages; page = after(page)) {
+        for (int page = 0; page < n_pages; page++) {
             const bool active = page * PAGE <= last_sees, all = page * PAGE + PAGE <= first_sees + 1;
             if (page % SEGMENT_PAGES == 0)
                 for (int r = 0; r < TILES; r++) {
@@ -1783,37 +1798,23 @@ DEVICE void attention_prompt(const Attention& work) {
             }
 
             // The end of a segment: lane (g, t) holds columns 8 n + 2t, 8 n + 2t + 1.
-            const int segment = page / SEGMENT_PAGES;
-            if (segment * SEGMENT_PAGES * PAGE > last_sees ||
-                page % SEGMENT_PAGES != SEGMENT_PAGES - 1 && page + 1 < n_pages)
-                continue;
+            const bool ends = page % SEGMENT_PAGES == SEGMENT_PAGES - 1 || page + 1 == n_pages;
+            if (!ends || page / SEGMENT_PAGES * SEGMENT_PAGES * PAGE > last_sees) continue;
             for (int r = 0; r < TILES; r++) {
                 const int row = first_of_warp + 16 * r + g;
-                if (gridDim.z == 1) {
-                    Softmax up = softmax[row], down = softmax[row + 8];
-                    __syncwarp();
-                    const float2 factor = up.fold(m[2 * r], sum[r][0]);
-                    const float2 lower = down.fold(m[2 * r + 1], sum[r][2]);
-                    if (t == 0) softmax[row] = up, softmax[row + 8] = down;
-                    for (int n = 0; n < CHUNKS; n++) {
-                        float4& all = totals[(r * CHUNKS + n) * THREADS];
-                        const float(&x)[4] = o[r][n];
-                        all = {fold_value(all.x, x[0], factor), fold_value(all.y, x[1], factor),
-                               fold_value(all.z, x[2], lower), fold_value(all.w, x[3], lower)};
-                    }
-                    continue;
-                }
-                for (int i = 0; i < 2; i++) {
-                    if (visible[row + 8 * i] < 0) continue;
-                    const int64_t at = int64_t(place[row + 8 * i]) * work.max_segments + segment;
-                    float2* to = reinterpret_cast<float2*>(work.part_values + at * HD) + t;
-                    for (int n = 0; n < CHUNKS; n++)
-                        to[4 * n] = make_float2(o[r][n][2 * i], o[r][n][2 * i + 1]);
-                    if (t == 0) work.part_states[at] = make_float2(m[2 * r + i], sum[r][2 * i]);
+                Softmax up = softmax[row], down = softmax[row + 8];
+                __syncwarp();
+                const float2 upper = up.fold(m[2 * r], sum[r][0]);
+                const float2 lower = down.fold(m[2 * r + 1], sum[r][2]);
+                if (t == 0) softmax[row] = up, softmax[row + 8] = down;
+                for (int n = 0; n < CHUNKS; n++) {
+                    float4& all = totals[(r * CHUNKS + n) * THREADS];
+                    const float(&x)[4] = o[r][n];
+                    all = {fold_value(all.x, x[0], upper), fold_value(all.y, x[1], upper),
+                           fold_value(all.z, x[2], lower), fold_value(all.w, x[3], lower)};
                 }
             }
         }
-        if (gridDim.z > 1) continue;
         __syncwarp();
         for (int i = 0; i < 2 * TILES; i++) {
             const int row = first_of_warp + g + 8 * i, row_and_head = place[row];

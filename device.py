@@ -169,13 +169,12 @@ KV_FORMATS = {"f32": 0, "f16": 1, "q8": 2}  # as kernels.cu counts them
 Q8_BLOCK = 32  # values along head_dim that share an f16 scale
 # Values of K and of V in a head, for which there are tensor-core attention kernels, and how many of
 # their blocks a multiprocessor holds. The last two are latent: K holds V.
-ATTENTION_BLOCKS = {(64, 64): 2, (80, 80): 2, (96, 96): 2, (128, 128): 2, (192, 192): 2,
-                    (256, 256): 2, (320, 256): 2, (576, 512): 1}
+ATTENTION_BLOCKS = {(64, 64): 4, (80, 80): 4, (96, 96): 4, (128, 128): 4, (192, 192): 3,
+                    (256, 256): 3, (320, 256): 2, (576, 512): 1}
 ATTENTION_ROWS = 16  # (token, query head) pairs of one attention tile
-ATTENTION_RING = {"f16": 65536, "q8": 36864}  # bytes of shared memory for K and V on their way
 ATTENTION_THREADS, LATENT_THREADS = 128, 256  # of a block
 # Heads for which attention_prompt has kernels: (pairs of a block, keys in a buffer of f16).
-PROMPT_BLOCKS = {64: (128, 64), 96: (128, 64), 128: (128, 64), 192: (64, 32), 256: (64, 32)}
+PROMPT_BLOCKS = {64: (128, 64), 96: (64, 64), 128: (64, 64), 192: (64, 32), 256: (64, 32)}
 SEGMENT = 256  # positions under one running softmax
 PARTS_LIMIT = 1 << 28  # bytes of scratch for segments that wait to be merged
 ROW_THREADS = 1024  # of the kernels that hold a row in a block
@@ -899,7 +898,7 @@ class Device:
                          out.shape[1], scale, *more), smem)
 
         launch("", (single, blocks, splits), LATENT_THREADS if cfg.latent else ATTENTION_THREADS,
-               0, ATTENTION_RING[kv.format], 0, 0)
+               0, 0, 0, 0)
         if splits > 1:
             self.launch("attention_merge", (rows, heads), padded(width, 32),
                         (*parts, out, batch.positions, batch.slots, segments, out.shape[1], width,

@@ -38,9 +38,12 @@ DEVICE void follow_predecessor() {
     wait_for_predecessor();
 }
 
-// Brings the 128-byte line at p into L2. Harmless where the predecessor still writes: L2 is where
-// writes of all multiprocessors meet.
-DEVICE void prefetch_line(const char* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+// Brings `bytes` (a multiple of 16) into L2, where the card has an instruction for it.
+DEVICE void prefetch_block(const char* p, int bytes) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p), "r"(bytes));
+#endif
+}
 
 // An int in a struct that is the one parameter of a kernel: device.py gives each value 8 bytes.
 struct alignas(8) Int {
@@ -1157,19 +1160,18 @@ KERNEL copy_page(char* pages, int n_pages, int page_bytes, int source, int targe
 // Fragments come straight from global memory in 8- and 16-byte pieces: which keys and columns sit
 // in which slot of an mma is free as long as both operands agree, so nothing has to be transposed.
 
-#ifndef AHEAD_SEGMENTS
-#define AHEAD_SEGMENTS 1
-#endif
 #ifndef PT
-#define PT 2
+#define PT 1
 #endif
-#ifndef SLOTS_N
-#define SLOTS_N 4
+#ifndef AHEAD_V
+#define AHEAD_V 1
+#endif
+#ifndef AHEAD_K
+#define AHEAD_K 1
 #endif
 constexpr int SEGMENT_PAGES = 4;
 constexpr int ATTENTION_WARPS = SEGMENT_PAGES, LATENT_WARPS = 2 * SEGMENT_PAGES;
 constexpr int ATTENTION_ROWS = 16;  // of a tile: (token, head)
-constexpr int FEW_ROWS = 8;  // most rows of a step whose kernels start early
 constexpr unsigned HALF_ONES = 0x3c003c00u;
 
 // 2^x to 22 bits, 0 for -inf. One instruction everywhere: it must give the same bits everywhere.
@@ -1261,45 +1263,6 @@ DEVICE void mma_fragment(float (&d)[4], uint4 a, unsigned b0, unsigned b1) {
     mma_16x8x16(d, words, b0, b1);
 }
 
-// A copy in shared memory of DIMS values of KEYS tokens of a page's K or V block, 16-byte chunks in
-// an order with few bank conflicts; q8: the pair of scales that a token's values need is behind.
-template <bool Q8, int KW, int KEYS, int DIMS>
-struct Staged {
-    static constexpr int VALUE = Q8 ? 1 : 2, CHUNKS = DIMS * VALUE / 16, BYTES = Q8 ? 2304 : 4096;
-    static constexpr int SCALES = 2048;
-    DEVICE static int chunk_at(int key, int chunk) {
-        const int turn = CHUNKS == 8   ? key % 2 * 4
-                         : CHUNKS == 4 ? key / 4 % 2 * 2 + key / 8 % 2
-                                       : key / 4 % 2;
-        return 16 * (key * CHUNKS + (chunk ^ turn));
-    }
-    // From key and value d on; values from `end` on are left out.
-    DEVICE static void copy(char* to, const char* block, int key, int d, int end) {
-        const unsigned target = __cvta_generic_to_shared(to);
-        const int lane = threadIdx.x & 31;
-#pragma unroll
-        for (int at = lane; at < KEYS * CHUNKS; at += 32)
-            if (d + at % CHUNKS * 16 / VALUE < end)
-                copy_async<16>(target + chunk_at(at / CHUNKS, at % CHUNKS),
-                               block + ((key + at / CHUNKS) * KW + d) * VALUE + at % CHUNKS * 16);
-        for (int at = lane; Q8 && at < KEYS; at += 32)
-            copy_async<4>(target + SCALES + 4 * at,
-                          block + PAGE * KW + ((key + at) * (KW / Q8_BLOCK) + d / Q8_BLOCK) / 2 * 4);
-    }
-    // N values of `key` from d on, which are `at` + d in the block.
-    template <int N>
-    DEVICE static Values<Q8, N> load(const char* from, int key, int d, int at) {
-        Values<Q8, N> x;
-        using Words = typename Values<Q8, N>::Words;
-        x.raw = *reinterpret_cast<const Words*>(from + chunk_at(key, d * VALUE / 16) +
-                                                d * VALUE % 16);
-        if constexpr (Q8)  // whole pages begin with even numbers of blocks
-            x.scale = reinterpret_cast<const __half*>(
-                from + SCALES)[2 * key + (key * (KW / Q8_BLOCK) + (at + d) / Q8_BLOCK) % 2];
-        return x;
-    }
-};
-
 struct Attention {
     const __half* q;
     uint4* out;
@@ -1334,17 +1297,23 @@ DEVICE void attention_tile(const Attention& work) {
     // Pieces of 32 values of K and q. Half of the last may be missing: q has zeros there, and what
     // is read of K is the next key or, behind the last one, V; all of that is finite.
     constexpr int PIECES = (KW + 31) / 32, LINE = KW % 64 == 0 ? 2 : 1;
-    // What a warp copies at once: 32 keys times LINE pieces of K, V_KEYS times its columns of V.
-    constexpr int V_KEYS = 2048 / COLUMNS, SLOTS = LATENT ? 2 : SLOTS_N;
-    constexpr int K_COPIES = KEYS / 32 * PIECES / LINE, V_COPIES = PAGE / V_KEYS;
-    using Keys = Staged<Q8, KW, 32, 32 * LINE>;
-    using Columns = Staged<Q8, KW, V_KEYS, COLUMNS>;
-    extern __shared__ __align__(128) uint8_t shared[];
+    constexpr int AHEAD = KW == 128 ? 4 : 2;  // steps whose V is on its way: as registers permit
+    using Key = Values<Q8, 8>;
+    using Value = Values<Q8, NEIGHBOURS>;
     // Of each row: (row, head) of q, last position it sees.
     __shared__ int place[ATTENTION_ROWS], visible[ATTENTION_ROWS];
     __shared__ float warp_largest[2][WARPS][ATTENTION_ROWS];  // two: the next segment may be ahead
     __shared__ uint4 queries[2 * PIECES][32];             // A fragments, one uint4 a lane
     __shared__ uint4 weights[SEGMENT_PAGES * STEPS][32];  // P, likewise
+    // Each thread's folded segments, kept here since they are touched once in 256 keys; where there
+    // is no room, in registers.
+    constexpr bool ROOM = VW <= 256;
+    __shared__ float4 shared_total[NEIGHBOURS][ROOM ? 32 * WARPS : 1];
+    float4 own_total[NEIGHBOURS];
+    const auto total = [&](int n) -> float4& {
+        return ROOM ? shared_total[n][threadIdx.x] : own_total[n];
+    };
+    __shared__ Softmax softmax[2][32 * WARPS];
 
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
     // A block has `group` query heads of each token: of one KV head, or, latent, up to 16 of all.
@@ -1364,47 +1333,25 @@ DEVICE void attention_tile(const Attention& work) {
     const int page_of_warp = warp / PAGE_WARPS, first_key = warp % PAGE_WARPS * KEYS;
     const bool has_columns = warp * COLUMNS < VW;
 
-    // Each warp copies what it alone reads, SLOTS copies ahead: K of its keys, then V of its
-    // columns, then K of its keys in the next segment of this block.
-    char* ring = reinterpret_cast<char*>(shared) + warp * SLOTS * Keys::BYTES;
-    int next_segment = blockIdx.z, next_copy = 0, fetched = 0, used = 0;
-    const auto fetch = [&] {
-        if (next_segment < n_segments) {
-            const int first_page = next_segment * SEGMENT_PAGES, of_v = next_copy - K_COPIES;
-            const int here = min(SEGMENT_PAGES, tile_pages - first_page);
-            const int page = of_v < 0 ? page_of_warp : of_v / V_COPIES;
-            char* to = ring + fetched % SLOTS * Keys::BYTES;
-            if (page < here) {
-                const char* from = layer + int64_t(table[first_page + page]) * work.n_kv_heads *
-                                               (LATENT ? 1 : 2) * BLOCK_BYTES;
-                if (of_v < 0)
-                    Keys::copy(to, from, first_key + next_copy / (PIECES / LINE) * 32,
-                               next_copy % (PIECES / LINE) * 32 * LINE, KW + 16);
-                else
-                    Columns::copy(to, from + (LATENT ? 0 : BLOCK_BYTES), of_v % V_COPIES * V_KEYS,
-                                  warp * COLUMNS, VW);
-            }
-            if (++next_copy == K_COPIES + has_columns * V_COPIES * here)
-                next_copy = 0, next_segment += gridDim.z;
-        }
-        fetched++;
-        asm volatile("cp.async.commit_group;");
+    const auto keys_of = [=](int page) {
+        return layer + int64_t(table[page]) * work.n_kv_heads * (LATENT ? 1 : 2) * BLOCK_BYTES;
     };
-    const auto acquire = [&] {
-        asm volatile("cp.async.wait_group %0;" ::"n"(SLOTS - 1) : "memory");
-        __syncwarp();
-        return ring + used++ % SLOTS * Keys::BYTES;
+    const auto values_of = [=](int page) { return keys_of(page) + (LATENT ? 0 : BLOCK_BYTES); };
+    // First column whose V this thread loads. Columns of the last warp that are not there repeat
+    // others, and their sums are not stored.
+    constexpr bool WHOLE = VW % COLUMNS == 0;
+    int column = warp * COLUMNS + NEIGHBOURS * g;
+    if (!WHOLE) column = min(column, VW - NEIGHBOURS);
+
+    // From memory to L2 goes ahead: before the predecessor ends K and V of the first segment (it
+    // may still write there: it does that in L2), then V during the scores, and K of the next
+    // segment during the values. A multiprocessor alone waits for 30 KB at a time.
+    const auto prefetch = [&](int segment, bool v, int blocks) {
+        const int page = segment * SEGMENT_PAGES + page_of_warp;
+        if (warp % PAGE_WARPS == 0 && lane == 0 && page < tile_pages)
+            prefetch_block(keys_of(page) + v * BLOCK_BYTES, blocks * BLOCK_BYTES);
     };
-    const auto release = [&] {
-        __syncwarp();
-        fetch();
-    };
-    // Before the predecessor has ended, pages are read that this step does not write: it adds up
-    // to FEW_ROWS tokens to a sequence where kernels start early.
-    constexpr int PAGES_AHEAD = SLOTS > K_COPIES ? (SLOTS - K_COPIES - 1) / V_COPIES : 0;
-    const int last_page = blockIdx.z * SEGMENT_PAGES + max(page_of_warp, PAGES_AHEAD);
-    const bool early = (last_page + 1) * PAGE + FEW_ROWS <= first_position;
-    for (int i = 0; early && i < SLOTS; i++) fetch();
+    prefetch(blockIdx.z, false, LATENT ? 1 : 2);
     if (threadIdx.x < ATTENTION_ROWS) {
         const int token = threadIdx.x / group;
         const int head = block_y * (LATENT ? ATTENTION_ROWS : group) + threadIdx.x % group;
@@ -1413,7 +1360,6 @@ DEVICE void attention_tile(const Attention& work) {
     }
     __syncthreads();
     wait_for_predecessor();
-    for (int i = 0; !early && i < SLOTS; i++) fetch();
     for (int i = warp; i < PIECES; i += WARPS) {
         uint4 x[2] = {};
         for (int j = 0; j < 2; j++)
@@ -1425,8 +1371,8 @@ DEVICE void attention_tile(const Attention& work) {
     }
     __syncthreads();
 
-    float4 total[NEIGHBOURS] = {};
-    Softmax softmax[2] = {{-INFINITY, 0.0f}, {-INFINITY, 0.0f}};
+    for (int i = 0; i < 2; i++) softmax[i][threadIdx.x] = {-INFINITY, 0.0f};
+    for (int n = 0; n < NEIGHBOURS; n++) total(n) = make_float4(0, 0, 0, 0);
     int turn = 0;
     for (int segment = blockIdx.z; segment < n_segments; segment += gridDim.z, turn ^= 1) {
         const int first_page = segment * SEGMENT_PAGES;
@@ -1436,22 +1382,34 @@ DEVICE void attention_tile(const Attention& work) {
         // 16 (n / 2) + 4t + 2 (n % 2) and the next one.
         float score[KEYS / 8][4] = {};
         float largest[2] = {-INFINITY, -INFINITY};  // of rows g, g + 8
-        for (int half = 0; half < KEYS / 32; half++)
-#pragma unroll 1
-            for (int i = 0; i < PIECES; i += LINE) {
-                const char* from = acquire();
-                for (int n = 0; page_of_warp < here && n < STEPS; n++)
-                    for (int piece = 0; piece < LINE; piece++) {
-                        unsigned b[4];
-                        Keys::template load<8>(from, 16 * (n / 2) + 2 * (n % 2) + 4 * (g / 2) + g % 2,
-                                               32 * piece + 8 * t, i * 32).expand(b);
-                        float(&sum)[4] = score[STEPS * half + n];
-                        mma_fragment(sum, queries[2 * (i + piece)][lane], b[0], b[1]);
-                        mma_fragment(sum, queries[2 * (i + piece) + 1][lane], b[2], b[3]);
-                    }
-                release();
-            }
+        if (AHEAD_V && !LATENT && segment != blockIdx.z) prefetch(segment, true, 1);
         if (page_of_warp < here) {
+            KvPlace from = kv_place<Q8, KW>(keys_of(first_page + page_of_warp),
+                                            first_key + 4 * (g / 2) + g % 2, 8 * t);
+            // Four products at a time, over whole 128-byte lines: H200, 64 rows x 1024 tokens,
+            // 3.6 TB/s, and 2.7 where half lines of eight products are read.
+            Key key[STEPS][LINE];
+            auto fetch_key = [&](int n, int piece, const KvPlace& from) {
+                key[n][piece].load(from, (16 * (n / 2) + 2 * (n % 2)) * KW + 32 * piece);
+            };
+            for (int n = 0; n < STEPS; n++)
+                for (int piece = 0; piece < LINE; piece++) fetch_key(n, piece, from);
+            for (int half = 0; half < KEYS / 32; half++)
+#pragma unroll 1
+                for (int i = 0; i < PIECES; i += LINE) {
+                    const int ahead = i + LINE < PIECES ? 32 * LINE : 32 * KW - i * 32;
+                    from = {from.values + ahead * (Q8 ? 1 : 2), from.scales + ahead / 32};
+                    for (int n = 0; n < STEPS; n++)
+                        for (int piece = 0; piece < LINE; piece++) {
+                            unsigned b[4];
+                            key[n][piece].expand(b);
+                            float(&sum)[4] = score[STEPS * half + n];
+                            mma_fragment(sum, queries[2 * (i + piece)][lane], b[0], b[1]);
+                            mma_fragment(sum, queries[2 * (i + piece) + 1][lane], b[2], b[3]);
+                            if (half + 1 < KEYS / 32 || i + LINE < PIECES)
+                                fetch_key(n, piece, from);
+                        }
+                }
             const int position = (first_page + page_of_warp) * PAGE + first_key + 4 * t;
             for (int i = 0; i < 2; i++) {
                 const int last = visible[g + 8 * i];
@@ -1468,6 +1426,17 @@ DEVICE void attention_tile(const Attention& work) {
         }
         if (t == 0)
             for (int i = 0; i < 2; i++) warp_largest[turn][warp][g + 8 * i] = largest[i];
+
+        // The first values are on their way while the warps exchange maxima and weights.
+        Value value[AHEAD][4];
+        auto fetch = [&](int step, const KvPlace& from) {
+            for (int k = 0; k < 4; k++)
+                value[step % AHEAD][k].load(from, (16 * (step % STEPS) + k) * KW);
+        };
+        KvPlace values = kv_place<Q8, KW>(values_of(first_page), 4 * t, column);
+        if (has_columns)
+            for (int step = 0; step < AHEAD; step++) fetch(step, values);
+        if (AHEAD_K) prefetch(segment + gridDim.z, false, 1);
         __syncthreads();
         if (page_of_warp < here) {
             float m[2] = {-INFINITY, -INFINITY};  // up to this warp's page
@@ -1493,8 +1462,9 @@ DEVICE void attention_tile(const Attention& work) {
         // Values: slots 2t, 2t + 1, 2t + 8, 2t + 9 are keys 4t .. 4t + 3 of a step, and slot g of
         // product n is column NEIGHBOURS * g + n of this warp.
         float sum[4] = {}, o[NEIGHBOURS][4] = {}, m[2] = {-INFINITY, -INFINITY};
-#pragma unroll 1
-        for (int page = 0; page < here; page++) {
+#pragma unroll
+        for (int page = 0; page < SEGMENT_PAGES; page++) {
+            if (page >= here) break;
             for (int i = 0; i < 2; i++) {
                 const float before = m[i];
                 for (int w = page * PAGE_WARPS; w < (page + 1) * PAGE_WARPS; w++)
@@ -1505,13 +1475,13 @@ DEVICE void attention_tile(const Attention& work) {
                     for (int n = 0; n < NEIGHBOURS; n++) o[n][e] = __fmul_rn(o[n][e], factor);
                 }
             }
+            const bool more = page + 1 < here;
+            const KvPlace next =
+                kv_place<Q8, KW>(values_of(first_page + page + more), 4 * t, column);
+#pragma unroll
             for (int step = 0; step < STEPS; step++) {
-                const char* from;
-                if (step % (V_KEYS / 16) == 0) from = acquire();
                 unsigned v[4][NEIGHBOURS / 2];
-                for (int k = 0; k < 4; k++)
-                    Columns::template load<NEIGHBOURS>(from, 16 * step % V_KEYS + 4 * t + k,
-                                                       NEIGHBOURS * g, warp * COLUMNS).expand(v[k]);
+                for (int k = 0; k < 4; k++) value[step % AHEAD][k].expand(v[k]);
                 const uint4 p = weights[page * STEPS + step][lane];
                 mma_fragment(sum, p, HALF_ONES, HALF_ONES);
                 for (int n = 0; n < NEIGHBOURS; n++) {
@@ -1519,15 +1489,20 @@ DEVICE void attention_tile(const Attention& work) {
                     mma_fragment(o[n], p, __byte_perm(v[0][n / 2], v[1][n / 2], pick),
                                  __byte_perm(v[2][n / 2], v[3][n / 2], pick));
                 }
-                if ((step + 1) % (V_KEYS / 16) == 0) release();
+                if (step + AHEAD < STEPS)
+                    fetch(step + AHEAD, values);
+                else if (more)
+                    fetch(step + AHEAD, next);
             }
+            values = next;
         }
 
         // Thread (g, t) now holds columns 2 NEIGHBOURS t .. of its warp, rows g + 8 i.
         if (gridDim.z == 1) {
-            const float2 up = softmax[0].fold(m[0], sum[0]), down = softmax[1].fold(m[1], sum[2]);
+            const float2 up = softmax[0][threadIdx.x].fold(m[0], sum[0]);
+            const float2 down = softmax[1][threadIdx.x].fold(m[1], sum[2]);
             for (int n = 0; n < NEIGHBOURS; n++) {
-                float4& all = total[n];
+                float4& all = total(n);
                 all = {fold_value(all.x, o[n][0], up), fold_value(all.y, o[n][1], up),
                        fold_value(all.z, o[n][2], down), fold_value(all.w, o[n][3], down)};
             }
@@ -1549,13 +1524,13 @@ DEVICE void attention_tile(const Attention& work) {
     for (int i = 0; i < 2; i++) {
         const int row_and_head = place[g + 8 * i];
         if (row_and_head < 0) continue;
-        const float inverse = inverse_sum(softmax[i].l);
+        const float inverse = inverse_sum(softmax[i][threadIdx.x].l);
         const int row_heads = LATENT ? 1 : n_heads;  // of a row of out
         const int row = row_and_head / row_heads;
         const int at = row_and_head % row_heads * VW + warp * COLUMNS + 2 * NEIGHBOURS * t;
         unsigned x[NEIGHBOURS];  // pairs of columns
         for (int n = 0; n < NEIGHBOURS; n += 2) {
-            const float4 a = total[n], b = total[n + 1];
+            const float4 a = total(n), b = total(n + 1);
             x[n / 2] = half2_bits(normalised(i ? a.z : a.x, inverse),
                                   normalised(i ? b.z : b.x, inverse));
             x[(NEIGHBOURS + n) / 2] = half2_bits(normalised(i ? a.w : a.y, inverse),
@@ -1569,7 +1544,7 @@ DEVICE void attention_tile(const Attention& work) {
 
 #define ATTENTION_OF(NAME, Q8, KW, VW)                                                           \
     KERNEL __launch_bounds__(32 * (VW < KW ? LATENT_WARPS : ATTENTION_WARPS),                    \
-                             VW == 512 ? 1 : Q8 && VW == KW ? 4 : 2)                             \
+                             VW == 512 ? 1 : VW < KW ? 2 : VW > 128 ? 3 : 4)                     \
     attention_##NAME(const __grid_constant__ Attention work) {                                   \
         let_successor_start();                                                                   \
         attention_tile<Q8, KW, VW>(work);                                                        \
@@ -1626,6 +1601,7 @@ DEVICE void attention_prompt(const Attention& work) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
     const int n_heads = work.n_heads, group = n_heads / work.n_kv_heads, kv_head = blockIdx.y;
     const int first_of_warp = 16 * TILES * warp;
+    const float scale = work.scale;
     // A prompt's last tiles see most: first.
     int tile = (gridDim.x - 1 - blockIdx.x) * work.block_tiles;
     const int last_tile = min(tile + work.block_tiles, int(work.n_tiles));
@@ -1663,6 +1639,12 @@ DEVICE void attention_prompt(const Attention& work) {
             const int low = key / 4 % 4, high = CHUNKS % 8 ? 0 : key % 2 * 4;
             return key * CHUNKS + (chunk ^ (low | high));
         };
+        // Where a lane reads: K at the even and odd pieces of a key, V at pairs of chunks.
+        const int k_key = 4 * (g / 2) + g % 2;
+        const int v_key = lane % 8 / 2 * 4 + lane / 8 % 2 * 2 + lane % 2;
+        const int k_lane[2] = {swizzled(k_key, t), swizzled(k_key, t + 4)};
+        int v_lane[4];
+        for (int i = 0; i < 4; i++) v_lane[i] = swizzled(v_key, 2 * i + lane / 16);
         Values<Q8, Q8_BLOCK> raw;  // q8: a block a thread, expanded when its turn comes
         const auto fetch = [&] {
             if (next_page < n_pages) {
@@ -1675,10 +1657,12 @@ DEVICE void attention_prompt(const Attention& work) {
                         raw.load(kv_place<Q8, HD>(from, first_key, threadIdx.x * Q8_BLOCK), 0);
                 } else {
 #pragma unroll
-                    for (int at = threadIdx.x; at < BUFFER; at += THREADS)
+                    for (int i = 0; i < BUFFER / THREADS; i++) {
+                        const int at = i * THREADS + threadIdx.x;
                         copy_async<16>(__cvta_generic_to_shared(buffers + buffer * BUFFER +
                                                                 swizzled(at / CHUNKS, at % CHUNKS)),
                                        from + (first_key * CHUNKS + at) * 16);
+                    }
                 }
                 next_part = (next_part + 1) % (2 * PARTS);
                 next_page += next_part == 0;
@@ -1704,9 +1688,25 @@ DEVICE void attention_prompt(const Attention& work) {
         };
         fetch();
 
-        int query[2 * TILES];  // where the queries of rows g + 8 i begin
-        for (int i = 0; i < 2 * TILES; i++)
-            query[i] = max(place[first_of_warp + g + 8 * i], 0) * CHUNKS + t;
+        // Queries as A fragments, all of them where registers permit.
+        constexpr bool ALL_QUERIES = TILES * HD <= 128;
+        uint4 query[TILES][ALL_QUERIES ? HD / 16 : 2];
+        const unsigned zero = unsigned(work.n_pages) >> 31;
+        const auto load_queries = [&](int piece, int to) {
+            for (int r = 0; r < TILES; r++) {
+                uint4 x[2];
+                for (int i = 0; i < 2; i++) {
+                    const int row = max(place[first_of_warp + 16 * r + 8 * i + g], 0);
+                    x[i] = reinterpret_cast<const uint4*>(work.q)[row * CHUNKS + 4 * piece + t];
+                }
+                // Without an operation here the words are copied again for every product.
+                query[r][to] = make_uint4(x[0].x | zero, x[1].x | zero, x[0].y | zero,
+                                          x[1].y | zero);
+                query[r][to + 1] = make_uint4(x[0].z | zero, x[1].z | zero, x[0].w | zero,
+                                              x[1].w | zero);
+            }
+        };
+        for (int i = 0; ALL_QUERIES && i < HD / 32; i++) load_queries(i, 2 * i);
         float o[TILES][CHUNKS][4], sum[TILES][4], m[2 * TILES];
 #pragma unroll 1
         for (int page = 0; page < n_pages; page++) {
@@ -1725,19 +1725,14 @@ DEVICE void attention_prompt(const Attention& work) {
                 const uint4* keys = acquire();
                 if (!active) continue;
                 for (int i = 0; i < HD / 32; i++) {
-                    uint4 a[TILES][2];
-                    for (int r = 0; r < TILES; r++) {
-                        const uint4* q = reinterpret_cast<const uint4*>(work.q) + 4 * i;
-                        const uint4 x = q[query[2 * r]], y = q[query[2 * r + 1]];
-                        a[r][0] = make_uint4(x.x, y.x, x.y, y.y);
-                        a[r][1] = make_uint4(x.z, y.z, x.w, y.w);
-                    }
+                    const int at = ALL_QUERIES ? 2 * i : 0;
+                    if (!ALL_QUERIES) load_queries(i, 0);
                     for (int n = 0; n < KEYS / 8; n++) {
-                        const int key = 16 * (n / 2) + 2 * (n % 2) + 4 * (g / 2) + g % 2;
-                        const uint4 k = keys[swizzled(key, 4 * i + t)];
+                        const uint4 k = keys[k_lane[i % 2] + 4 * (i - i % 2) +
+                                             (16 * (n / 2) + 2 * (n % 2)) * CHUNKS];
                         for (int r = 0; r < TILES; r++) {
-                            mma_fragment(score[r][part * KEYS / 8 + n], a[r][0], k.x, k.y);
-                            mma_fragment(score[r][part * KEYS / 8 + n], a[r][1], k.z, k.w);
+                            mma_fragment(score[r][part * KEYS / 8 + n], query[r][at], k.x, k.y);
+                            mma_fragment(score[r][part * KEYS / 8 + n], query[r][at + 1], k.z, k.w);
                         }
                     }
                 }
@@ -1746,13 +1741,13 @@ DEVICE void attention_prompt(const Attention& work) {
             for (int r = 0; active && r < TILES; r++) {
                 float factor[2], base[2];
                 for (int i = 0; i < 2; i++) {
-                    const int last = visible[first_of_warp + 16 * r + 8 * i + g];
+                    const int last = visible[first_of_warp + 16 * r + 8 * i + g] - page * PAGE;
                     float largest = m[2 * r + i];
                     for (int n = 0; n < PAGE / 8; n++)
                         for (int e = 0; e < 2; e++) {
-                            const int at = page * PAGE + 16 * (n / 2) + 4 * t + 2 * (n % 2) + e;
                             float& x = score[r][n][2 * i + e];
-                            x = all || at <= last ? __fmul_rn(x, work.scale) : -INFINITY;
+                            x = __fmul_rn(x, scale);
+                            if (!all && 16 * (n / 2) + 4 * t + 2 * (n % 2) + e > last) x = -INFINITY;
                             largest = fmaxf(largest, x);
                         }
                     for (int lanes = 1; lanes < 4; lanes *= 2)
@@ -1782,12 +1777,11 @@ DEVICE void attention_prompt(const Attention& work) {
                 const uint4* values = acquire();
                 if (!active) continue;
                 for (int step = 0; step < KEYS / 16; step++) {
-                    const int key = 16 * step + lane % 8 / 2 * 4 + lane / 8 % 2 * 2 + lane % 2;
                     for (int r = 0; r < TILES; r++)
                         mma_fragment(sum[r], p[r][part * KEYS / 16 + step], HALF_ONES, HALF_ONES);
                     for (int n = 0; n < CHUNKS; n += 2) {
                         unsigned v[4];
-                        load_transposed(v, values + swizzled(key, n + lane / 16));
+                        load_transposed(v, values + v_lane[n / 2 % 4] + n / 8 * 8 + 16 * step * CHUNKS);
                         for (int r = 0; r < TILES; r++) {
                             const uint4 a = p[r][part * KEYS / 16 + step];
                             mma_fragment(o[r][n], a, v[0], v[1]);
@@ -1839,12 +1833,12 @@ DEVICE void attention_prompt(const Attention& work) {
         attention_prompt<Q8, HD, TILES>(work);                                                   \
     }
 ATTENTION_PROMPT(f16_64_prompt, false, 64, 2)
-ATTENTION_PROMPT(f16_96_prompt, false, 96, 2)
+ATTENTION_PROMPT(f16_96_prompt, false, 96, 1)
 ATTENTION_PROMPT(f16_128_prompt, false, 128, PT)
 ATTENTION_PROMPT(f16_192_prompt, false, 192, 1)
 ATTENTION_PROMPT(f16_256_prompt, false, 256, 1)
 ATTENTION_PROMPT(q8_64_prompt, true, 64, 2)
-ATTENTION_PROMPT(q8_96_prompt, true, 96, 2)
+ATTENTION_PROMPT(q8_96_prompt, true, 96, 1)
 ATTENTION_PROMPT(q8_128_prompt, true, 128, PT)
 ATTENTION_PROMPT(q8_192_prompt, true, 192, 1)
 ATTENTION_PROMPT(q8_256_prompt, true, 256, 1)

@@ -832,9 +832,7 @@ class Device:
         rows, heads = qkv.shape[0], cfg.n_heads + 2 * cfg.n_kv_heads
         assert qkv.shape[1] == (heads + cfg.n_heads * cfg.q_gated) * cfg.head_dim
         q, work = self.heads(angles, cfg, layer, kv, batch)
-        blocks = -(-heads // 4)  # a row's; where there are more than enough, a warp takes 4 heads
-        blocks = max(1, blocks // 4) if rows > FEW_ROWS else blocks
-        self.launch("rope_kv", (rows, blocks), 128,
+        self.launch("rope_kv", (rows, -(-heads // 4)), 128,
                     (qkv, q_norm, k_norm, cfg.q_gated, *work))
         return q
 

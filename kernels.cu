@@ -1056,64 +1056,53 @@ struct Turn {
 // qkv f32 [rows, (H + 2 H_kv) D] -> q [rows, H D] f16 (f32 if KV is f32), K and V into their pages.
 // q and k: RMSNorm over the head where norm vectors are given, then rotation of rope_dim values.
 // Gated: D gates follow each head of q; they are left to sigmoid_gate.
-// PRECOND: grid (rows, at most ceil((H + 2 H_kv) / 4)), 128 threads; D <= 256, for q8 in blocks of
-// 32. One warp holds one head, then the one 4 gridDim.y further on. Moves each value once; rows
-// with slot < 0 write no K and V.
-KERNEL __launch_bounds__(128, 7)
+// PRECOND: grid (rows, ceil((H + 2 H_kv) / 4)), 128 threads; D <= 256, for q8 in blocks of 32.
+// One warp holds one head. Moves each value once; rows with slot < 0 write no K and V.
+KERNEL __launch_bounds__(128, 8)
 rope_kv(const float* qkv, const float* q_norm, const float* k_norm, int gated,
         const __grid_constant__ Heads work) {
     let_successor_start();
     __shared__ float heads[4][Q8_BLOCK * MOST_BLOCKS];
     const int row = blockIdx.x, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const int n_heads = work.n_heads, n_kv_heads = work.n_kv_heads, head_dim = work.head_dim;
-    const int all_heads = n_heads + 2 * n_kv_heads;  // q heads, then k heads, then v heads
-    const int gates = gated * n_heads;
-    int head = blockIdx.y * 4 + warp;
-    if (head >= all_heads) return;
-    qkv += int64_t(row) * (all_heads + gates) * head_dim + lane;
-    // All that a head needs is on its way at once: a chain of loads takes longer than the bytes.
-    float x[MOST_BLOCKS] = {}, gain[MOST_BLOCKS];
-    Turn turn[MOST_BLOCKS];
-    HeadPlace place;
-    const float* norm;
-    const auto begin_head = [&] {
-        place = place_of(work, row, head, false);
-        norm = head < n_heads ? q_norm : head < n_heads + n_kv_heads ? k_norm : nullptr;
-#pragma unroll
-        for (int i = 0; i < MOST_BLOCKS && 32 * i < head_dim; i++)
+    const int head = blockIdx.y * 4 + warp;  // q heads, then k heads, then v heads
+    if (head >= n_heads + 2 * n_kv_heads) return;
+    const bool is_q = head < n_heads, is_v = head >= n_heads + n_kv_heads;
+    const HeadPlace place = place_of(work, row, head, false);
+    const float* norm = is_v ? nullptr : is_q ? q_norm : k_norm;
+    const int gates = gated * n_heads, pieces = n_heads + gates + 2 * n_kv_heads;
+    qkv += (int64_t(row) * pieces + head + min(head * gated, gates)) * head_dim;
+    // All that is read is on its way at once: a chain of loads takes longer than moving the bytes.
+    const auto turn_and_store = [&](auto most_blocks) {
+        constexpr int BLOCKS = most_blocks;
+        float x[BLOCKS], gain[BLOCKS], sum = 0.0f;
+        Turn turn[BLOCKS];
+        for (int i = 0; i < BLOCKS; i++)
             gain[i] = norm && 32 * i + lane < head_dim ? norm[32 * i + lane] : 1.0f;
-    };
-    begin_head();
-    wait_for_predecessor();
-#pragma unroll
-    for (int i = 0; i < MOST_BLOCKS; i++)
-        if (32 * i + lane < work.rope_dim) turn[i] = Turn(32 * i + lane, row, work);
-    while (true) {
-        const float* from = qkv + (head + min(head * gated, gates)) * head_dim;
-        float sum = 0.0f;
-#pragma unroll
-        for (int i = 0; i < MOST_BLOCKS && 32 * i < head_dim; i++)
-            if (32 * i + lane < head_dim) x[i] = from[32 * i];
-        for (int i = 0; i < MOST_BLOCKS; i++) sum += x[i] * x[i];
+        wait_for_predecessor();
+        const int turning = is_v ? 0 : work.rope_dim;
+        for (int i = 0; i < BLOCKS; i++) {
+            const int d = 32 * i + lane;
+            x[i] = d < head_dim ? qkv[d] : 0.0f;
+            if (d < turning) turn[i] = Turn(d, row, work);
+        }
+        for (int i = 0; i < BLOCKS; i++) sum += x[i] * x[i];
         const float inverse = norm ? rsqrtf(warp_sum(sum) / head_dim + work.eps) : 1.0f;
-#pragma unroll
-        for (int i = 0; i < MOST_BLOCKS && 32 * i < head_dim; i++) {
+        for (int i = 0; i < BLOCKS; i++) {
             x[i] = x[i] * inverse * gain[i];
             heads[warp][32 * i + lane] = x[i];
         }
         __syncwarp();
-        const int turning = head < n_heads + n_kv_heads ? work.rope_dim : 0;
-#pragma unroll
-        for (int i = 0; i < MOST_BLOCKS; i++) {
+        for (int i = 0; i < BLOCKS; i++) {
             const int d = 32 * i + lane;
-            if (d >= head_dim) break;
-            store_value(place, head_dim, d, d < turning ? turn[i].of(heads[warp], d) : x[i]);
+            if (d < head_dim)
+                store_value(place, head_dim, d, d < turning ? turn[i].of(heads[warp], d) : x[i]);
         }
-        head += 4 * gridDim.y;
-        if (head >= all_heads) return;
-        begin_head();
-        __syncwarp();
-    }
+    };
+    if (head_dim <= 4 * Q8_BLOCK)
+        turn_and_store(Is<4>());
+    else
+        turn_and_store(Is<MOST_BLOCKS>());
 }
 
 // Relative error 1e-6; 0 for large negative x, where the exponential overflows.
@@ -1827,8 +1816,11 @@ DEVICE void attention_prompt(const Attention& work) {
     }
 }
 
+#ifndef PB
+#define PB 2
+#endif
 #define ATTENTION_PROMPT(NAME, Q8, HD, TILES)                                                    \
-    KERNEL __launch_bounds__(32 * ATTENTION_WARPS, 2)                                            \
+    KERNEL __launch_bounds__(32 * ATTENTION_WARPS, HD == 128 ? PB : 2)                                            \
     attention_##NAME(const __grid_constant__ Attention work) {                                   \
         attention_prompt<Q8, HD, TILES>(work);                                                   \
     }

@@ -174,7 +174,7 @@ ATTENTION_BLOCKS = {(64, 64): 4, (80, 80): 4, (96, 96): 4, (128, 128): 4, (192, 
 ATTENTION_ROWS = 16  # (token, query head) pairs of one attention tile
 ATTENTION_THREADS, LATENT_THREADS = 128, 256  # of a block
 # Heads for which attention_prompt has kernels: (pairs of a block, keys in a buffer of f16).
-PROMPT_BLOCKS = {64: (128, 64), 96: (64, 64), 128: (64, 64), 192: (64, 32), 256: (64, 32)}
+PROMPT_BLOCKS = {64: (64, 64), 96: (64, 64), 128: (64, 64), 192: (64, 32), 256: (64, 32)}
 SEGMENT = 256  # positions under one running softmax
 PARTS_LIMIT = 1 << 28  # bytes of scratch for segments that wait to be merged
 ROW_THREADS = 1024  # of the kernels that hold a row in a block
@@ -895,16 +895,19 @@ class Device:
                          layer, kv.n_pages, max_pages, segments, heads, cfg.n_kv_heads,
                          out.shape[1], scale, *more), smem)
 
-        launch("", (single, blocks, splits), LATENT_THREADS if cfg.latent else ATTENTION_THREADS,
+        shares = max(1, self.multiprocessors // max(1, single * blocks * splits))
+        shares = 4 if shares >= 4 else 2 if shares >= 2 else 1
+        launch("", (single, blocks * shares, splits), LATENT_THREADS if cfg.latent else ATTENTION_THREADS,
                0, 0, 0, 0)
         if splits > 1:
-            self.launch("attention_merge", (rows, heads), padded(width, 32),
+            self.launch("attention_merge", (rows, heads, -(-width // 32)), 32,
                         (*parts, out, batch.positions, batch.slots, segments, out.shape[1], width,
                          row_heads))
         if prompt:
             pairs, keys = PROMPT_BLOCKS[dim]
             block_tiles = pairs // (heads // cfg.n_kv_heads) // self.tile_tokens(cfg)
-            buffers = 2 * keys * dim * 2 // (2 if kv.format == "q8" else 1)
+            keys = keys if dim <= 128 or kv.format == "f16" else keys // 2
+            buffers = (2 if pairs * dim > 64 * 128 or kv.format == "q8" else 4) * keys * dim * 2
             launch("_prompt", (-(-(tiles - single) // block_tiles), blocks), ATTENTION_THREADS,
                    single, pairs * (4 * dim + 16) + buffers, tiles - single, block_tiles)
         return Activations(out, None, x_rows, cols)

@@ -38,13 +38,6 @@ DEVICE void follow_predecessor() {
     wait_for_predecessor();
 }
 
-// Brings `bytes` (a multiple of 16) into L2, where the card has an instruction for it.
-DEVICE void prefetch_block(const char* p, int bytes) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p), "r"(bytes));
-#endif
-}
-
 // An int in a struct that is the one parameter of a kernel: device.py gives each value 8 bytes.
 struct alignas(8) Int {
     int value;
@@ -1149,15 +1142,6 @@ KERNEL copy_page(char* pages, int n_pages, int page_bytes, int source, int targe
 // Fragments come straight from global memory in 8- and 16-byte pieces: which keys and columns sit
 // in which slot of an mma is free as long as both operands agree, so nothing has to be transposed.
 
-#ifndef PT
-#define PT 1
-#endif
-#ifndef AHEAD_V
-#define AHEAD_V 1
-#endif
-#ifndef AHEAD_K
-#define AHEAD_K 1
-#endif
 constexpr int SEGMENT_PAGES = 4;
 constexpr int ATTENTION_WARPS = SEGMENT_PAGES, LATENT_WARPS = 2 * SEGMENT_PAGES;
 constexpr int ATTENTION_ROWS = 16;  // of a tile: (token, head)
@@ -1267,7 +1251,7 @@ struct Attention {
 // out = softmax(q K^T * scale) V, rows of all tiles: q f16 [rows, H KW] -> f16 [rows, stride]. A
 // head has KW values of K and VW of V. VW < KW: latent attention; V is the beginning of K, H_kv is
 // one, and out is [rows H, stride].
-// PRECOND: grid (tiles, H_kv, splits), 128 threads; tiles int32 (first row, rows, slot, position);
+// PRECOND: grid (tiles, H_kv * shares, splits), 128 threads; tiles int32 (first row, rows, slot, position);
 // rows of a tile * H / H_kv <= 16 TILES; scale = attn_scale * log2(e). Latent: grid (tiles,
 // ceil(H / 16), splits), 256 threads, and a tile has one row where H > 16.
 // Block z holds segments z, z + splits, ... With one split it folds them; with more it stores each
@@ -1306,7 +1290,12 @@ DEVICE void attention_tile(const Attention& work) {
 
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
     // A block has `group` query heads of each token: of one KV head, or, latent, up to 16 of all.
-    const int block_y = blockIdx.y, kv_head = LATENT ? 0 : block_y, n_heads = work.n_heads;
+    const int n_heads = work.n_heads;
+    const int blocks = LATENT ? (n_heads + ATTENTION_ROWS - 1) / ATTENTION_ROWS : work.n_kv_heads;
+    const int block_y = blockIdx.y % blocks, kv_head = LATENT ? 0 : block_y;
+    // Blocks that share a tile's values: one multiprocessor reads 20 bytes a cycle, so where many
+    // are idle each takes all scores, but the columns of some warps only.
+    const int shares = gridDim.y / blocks, share = blockIdx.y / blocks;
     const int group = LATENT ? min(ATTENTION_ROWS, n_heads - ATTENTION_ROWS * block_y)
                              : n_heads / work.n_kv_heads;
     // A prompt's last tiles see most: first.
@@ -1320,7 +1309,7 @@ DEVICE void attention_tile(const Attention& work) {
                                                kv_head, BLOCK_BYTES, LATENT);
     const int* table = work.page_table + int64_t(max(slot, 0)) * work.max_pages;
     const int page_of_warp = warp / PAGE_WARPS, first_key = warp % PAGE_WARPS * KEYS;
-    const bool has_columns = warp * COLUMNS < VW;
+    const bool has_columns = warp * COLUMNS < VW && warp * shares / WARPS == share;
 
     const auto keys_of = [=](int page) {
         return layer + int64_t(table[page]) * work.n_kv_heads * (LATENT ? 1 : 2) * BLOCK_BYTES;
@@ -1332,15 +1321,6 @@ DEVICE void attention_tile(const Attention& work) {
     int column = warp * COLUMNS + NEIGHBOURS * g;
     if (!WHOLE) column = min(column, VW - NEIGHBOURS);
 
-    // From memory to L2 goes ahead: before the predecessor ends K and V of the first segment (it
-    // may still write there: it does that in L2), then V during the scores, and K of the next
-    // segment during the values. A multiprocessor alone waits for 30 KB at a time.
-    const auto prefetch = [&](int segment, bool v, int blocks) {
-        const int page = segment * SEGMENT_PAGES + page_of_warp;
-        if (warp % PAGE_WARPS == 0 && lane == 0 && page < tile_pages)
-            prefetch_block(keys_of(page) + v * BLOCK_BYTES, blocks * BLOCK_BYTES);
-    };
-    prefetch(blockIdx.z, false, LATENT ? 1 : 2);
     if (threadIdx.x < ATTENTION_ROWS) {
         const int token = threadIdx.x / group;
         const int head = block_y * (LATENT ? ATTENTION_ROWS : group) + threadIdx.x % group;
@@ -1371,7 +1351,6 @@ DEVICE void attention_tile(const Attention& work) {
         // 16 (n / 2) + 4t + 2 (n % 2) and the next one.
         float score[KEYS / 8][4] = {};
         float largest[2] = {-INFINITY, -INFINITY};  // of rows g, g + 8
-        if (AHEAD_V && !LATENT && segment != blockIdx.z) prefetch(segment, true, 1);
         if (page_of_warp < here) {
             KvPlace from = kv_place<Q8, KW>(keys_of(first_page + page_of_warp),
                                             first_key + 4 * (g / 2) + g % 2, 8 * t);
@@ -1425,7 +1404,6 @@ DEVICE void attention_tile(const Attention& work) {
         KvPlace values = kv_place<Q8, KW>(values_of(first_page), 4 * t, column);
         if (has_columns)
             for (int step = 0; step < AHEAD; step++) fetch(step, values);
-        if (AHEAD_K) prefetch(segment + gridDim.z, false, 1);
         __syncthreads();
         if (page_of_warp < here) {
             float m[2] = {-INFINITY, -INFINITY};  // up to this warp's page
@@ -1509,7 +1487,7 @@ DEVICE void attention_tile(const Attention& work) {
             if (warp == 0 && t == 0) work.part_states[at] = make_float2(m[i], sum[i * 2]);
         }
     }
-    if (gridDim.z > 1 || warp * COLUMNS + 2 * NEIGHBOURS * t >= VW) return;
+    if (gridDim.z > 1 || !has_columns || warp * COLUMNS + 2 * NEIGHBOURS * t >= VW) return;
     for (int i = 0; i < 2; i++) {
         const int row_and_head = place[g + 8 * i];
         if (row_and_head < 0) continue;
@@ -1565,8 +1543,9 @@ template <bool Q8, int HD, int TILES>
 struct PromptShape {
     static constexpr int THREADS = 32 * ATTENTION_WARPS, ROWS = 16 * TILES * ATTENTION_WARPS;
     static constexpr int CHUNKS = HD / 8;                        // of 16 bytes in f16, of a key
-    static constexpr int KEYS = 64 * (HD > 128 ? 1 : 2) / (Q8 ? 4 : 2);  // of K or V in a buffer
+    static constexpr int KEYS = HD <= 128 ? 64 : Q8 ? 16 : 32;  // of K or V in a buffer
     static constexpr int PARTS = PAGE / KEYS, BUFFER = KEYS * CHUNKS;
+    static constexpr int BUFFERS = TILES * HD > 128 || Q8 ? 2 : 4;
 };
 
 // As attention_tile for many rows: TILES 16-row tiles a warp, which holds all columns of their
@@ -1579,11 +1558,12 @@ DEVICE void attention_prompt(const Attention& work) {
     using Shape = PromptShape<Q8, HD, TILES>;
     constexpr int THREADS = Shape::THREADS, ROWS = Shape::ROWS, CHUNKS = Shape::CHUNKS;
     constexpr int KEYS = Shape::KEYS, PARTS = Shape::PARTS, BUFFER = Shape::BUFFER;
+    constexpr int BUFFERS = Shape::BUFFERS;
     constexpr int BLOCK_BYTES = kv_block_bytes(Q8 ? KV_Q8 : KV_F16, HD);
     extern __shared__ __align__(128) uint8_t shared[];
     float4* totals = reinterpret_cast<float4*>(shared) + threadIdx.x;
     uint4* buffers = reinterpret_cast<uint4*>(shared) + TILES * CHUNKS * THREADS;
-    Softmax* softmax = reinterpret_cast<Softmax*>(buffers + 2 * BUFFER);
+    Softmax* softmax = reinterpret_cast<Softmax*>(buffers + BUFFERS * BUFFER);
     int *place = reinterpret_cast<int*>(softmax + ROWS), *visible = place + ROWS;
     wait_for_predecessor();
 
@@ -1623,7 +1603,7 @@ DEVICE void attention_prompt(const Attention& work) {
         const char* layer = work.pages + kv_offset(work.layer, work.n_pages, 0, work.n_kv_heads,
                                                    kv_head, BLOCK_BYTES);
         const int* table = work.page_table + int64_t(max(slot, 0)) * work.max_pages;
-        int next_page = 0, next_part = 0, buffer = 0;
+        int next_page = 0, next_part = 0, fetched = 0, used = 0;
         const auto swizzled = [](int key, int chunk) {
             const int low = key / 4 % 4, high = CHUNKS % 8 ? 0 : key % 2 * 4;
             return key * CHUNKS + (chunk ^ (low | high));
@@ -1634,7 +1614,13 @@ DEVICE void attention_prompt(const Attention& work) {
         const int k_lane[2] = {swizzled(k_key, t), swizzled(k_key, t + 4)};
         int v_lane[4];
         for (int i = 0; i < 4; i++) v_lane[i] = swizzled(v_key, 2 * i + lane / 16);
-        Values<Q8, Q8_BLOCK> raw;  // q8: a block a thread, expanded when its turn comes
+        // q8: blocks of 32 values wait in registers and are expanded when their turn comes.
+        constexpr int HEAD_BLOCKS = HD / Q8_BLOCK, RAW = (KEYS * HEAD_BLOCKS - 1) / THREADS + 1;
+        Values<Q8, Q8_BLOCK> raw[RAW];
+        const auto raw_place = [&](int i) {  // key and block
+            const int at = i * THREADS + threadIdx.x;
+            return make_int2(at / (8 * HEAD_BLOCKS) * 8 + at % 8, at / 8 % HEAD_BLOCKS);
+        };
         const auto fetch = [&] {
             if (next_page < n_pages) {
                 const bool is_v = next_part >= PARTS;
@@ -1642,40 +1628,45 @@ DEVICE void attention_prompt(const Attention& work) {
                                    int64_t(table[next_page]) * work.n_kv_heads * 2 * BLOCK_BYTES;
                 const int first_key = next_part % PARTS * KEYS;
                 if constexpr (Q8) {
-                    if (threadIdx.x < KEYS * HD / Q8_BLOCK)
-                        raw.load(kv_place<Q8, HD>(from, first_key, threadIdx.x * Q8_BLOCK), 0);
+                    for (int i = 0; i < RAW; i++) {
+                        const int2 at = raw_place(i);
+                        if (at.x < KEYS)
+                            raw[i].load(kv_place<Q8, HD>(from, first_key + at.x, at.y * Q8_BLOCK), 0);
+                    }
                 } else {
-#pragma unroll
+                    uint4* to = buffers + fetched % BUFFERS * BUFFER;
                     for (int i = 0; i < BUFFER / THREADS; i++) {
                         const int at = i * THREADS + threadIdx.x;
-                        copy_async<16>(__cvta_generic_to_shared(buffers + buffer * BUFFER +
-                                                                swizzled(at / CHUNKS, at % CHUNKS)),
-                                       from + (first_key * CHUNKS + at) * 16);
+                        copy_async<16>(
+                            __cvta_generic_to_shared(to + swizzled(at / CHUNKS, at % CHUNKS)),
+                            from + (first_key * CHUNKS + at) * 16);
                     }
                 }
                 next_part = (next_part + 1) % (2 * PARTS);
                 next_page += next_part == 0;
             }
+            fetched++;
             if (!Q8) asm volatile("cp.async.commit_group;");
         };
         const auto acquire = [&] {
+            uint4* ready = buffers + used++ % BUFFERS * BUFFER;
             if constexpr (Q8) {
-                const int at = threadIdx.x * 4;
-                unsigned x[Q8_BLOCK / 2];
-                raw.expand(x);
-                for (int i = 0; i < 4 && at < BUFFER; i++)
-                    buffers[buffer * BUFFER + swizzled(at / CHUNKS, at % CHUNKS + i)] =
-                        make_uint4(x[4 * i], x[4 * i + 1], x[4 * i + 2], x[4 * i + 3]);
+                for (int i = 0; i < RAW; i++) {
+                    const int2 at = raw_place(i);
+                    unsigned x[Q8_BLOCK / 2];
+                    raw[i].expand(x);
+                    for (int j = 0; j < 4 && at.x < KEYS; j++)
+                        ready[swizzled(at.x, 4 * at.y + j)] =
+                            make_uint4(x[4 * j], x[4 * j + 1], x[4 * j + 2], x[4 * j + 3]);
+                }
             } else {
-                asm volatile("cp.async.wait_group 0;" ::: "memory");
+                asm volatile("cp.async.wait_group %0;" ::"n"(BUFFERS - 2) : "memory");
             }
             __syncthreads();
-            const uint4* ready = buffers + buffer * BUFFER;
-            buffer ^= 1;
             fetch();
             return ready;
         };
-        fetch();
+        for (int i = 0; i < (Q8 ? 1 : BUFFERS - 1); i++) fetch();
 
         // Queries as A fragments, all of them where registers permit.
         constexpr bool ALL_QUERIES = TILES * HD <= 128;
@@ -1816,38 +1807,35 @@ DEVICE void attention_prompt(const Attention& work) {
     }
 }
 
-#ifndef PB
-#define PB 2
-#endif
 #define ATTENTION_PROMPT(NAME, Q8, HD, TILES)                                                    \
-    KERNEL __launch_bounds__(32 * ATTENTION_WARPS, HD == 128 ? PB : 2)                                            \
+    KERNEL __launch_bounds__(32 * ATTENTION_WARPS, 2)                                            \
     attention_##NAME(const __grid_constant__ Attention work) {                                   \
         attention_prompt<Q8, HD, TILES>(work);                                                   \
     }
-ATTENTION_PROMPT(f16_64_prompt, false, 64, 2)
+ATTENTION_PROMPT(f16_64_prompt, false, 64, 1)
 ATTENTION_PROMPT(f16_96_prompt, false, 96, 1)
-ATTENTION_PROMPT(f16_128_prompt, false, 128, PT)
+ATTENTION_PROMPT(f16_128_prompt, false, 128, 1)
 ATTENTION_PROMPT(f16_192_prompt, false, 192, 1)
 ATTENTION_PROMPT(f16_256_prompt, false, 256, 1)
-ATTENTION_PROMPT(q8_64_prompt, true, 64, 2)
+ATTENTION_PROMPT(q8_64_prompt, true, 64, 1)
 ATTENTION_PROMPT(q8_96_prompt, true, 96, 1)
-ATTENTION_PROMPT(q8_128_prompt, true, 128, PT)
+ATTENTION_PROMPT(q8_128_prompt, true, 128, 1)
 ATTENTION_PROMPT(q8_192_prompt, true, 192, 1)
 ATTENTION_PROMPT(q8_256_prompt, true, 256, 1)
 
 // Folds the stored segments of each row and head in index order: -> out f16 [rows H / row_heads,
 // stride].
-// PRECOND: grid (rows, H), VW threads in whole warps; stored by an attention kernel over the same
+// PRECOND: grid (rows, H, ceil(VW / 32)), 32 threads; stored by an attention kernel over the same
 // rows. One thread holds one column, those past VW the last one too. Reads 4 (VW + 2) bytes a
 // segment; rows with slot < 0 become zero.
-KERNEL __launch_bounds__(512)
+KERNEL __launch_bounds__(32)
 attention_merge(const float* part_values, const float2* part_states, uint4* out,
                 const int* positions, const int* slots, int max_segments, int stride,
                 int value_dim, int row_heads) {
     constexpr int BATCH = 16;  // segments on their way at once
     let_successor_start();
     const int row = blockIdx.x, row_and_head = row * gridDim.y + blockIdx.y;
-    const int lane = threadIdx.x & 31, column = min(int(threadIdx.x), value_dim - 1);
+    const int lane = threadIdx.x, column = min(int(32 * blockIdx.z + lane), value_dim - 1);
     const int n_segments = slots[row] < 0 ? 0 : positions[row] / (SEGMENT_PAGES * PAGE) + 1;
     const int64_t first = int64_t(row_and_head) * max_segments;
     wait_for_predecessor();

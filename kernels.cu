@@ -1539,81 +1539,73 @@ DEVICE void load_transposed(unsigned (&d)[4], const uint4* row) {
                  : "r"(unsigned(__cvta_generic_to_shared(row))));
 }
 
-template <bool Q8, int HD, int TILES>
-struct PromptShape {
-    static constexpr int THREADS = 32 * ATTENTION_WARPS, ROWS = 16 * TILES * ATTENTION_WARPS;
-    static constexpr int CHUNKS = HD / 8;                        // of 16 bytes in f16, of a key
-    static constexpr int KEYS = HD <= 128 ? 64 : Q8 ? 16 : 32;  // of K or V in a buffer
-    static constexpr int PARTS = PAGE / KEYS, BUFFER = KEYS * CHUNKS;
-    static constexpr int BUFFERS = TILES * HD > 128 || Q8 ? 2 : 4;
-};
-
-// As attention_tile for many rows: TILES 16-row tiles a warp, which holds all columns of their
-// sums; what it folds lies in shared memory. K and V of KEYS keys come in turns into two buffers.
-// PRECOND: grid (ceil(n_tiles / block_tiles), H_kv), 128 threads; the rows of block_tiles
-// tiles * H / H_kv <= 64 TILES. Neighbouring tiles of a sequence share K and V.
+// As attention_tile for many rows: the four warps of a block take 16 rows each with all columns of
+// their sums. K and V of KEYS keys come in turns into a ring of buffers. H200, 4096 tokens of an 8B
+// prompt: 230 TFLOP/s, and 170 with blocks of 32 rows that read K and V straight from L2.
+// PRECOND: grid (ceil(n_tiles / block_tiles), H_kv), 128 threads; block_tiles tiles have at most
+// PROMPT_ROWS * H_kv / H rows. Neighbouring tiles of a sequence are one. Shared memory: totals f32
+// [HD / 8][128][4], BUFFERS buffers of f16 [KEYS][HD], 16 bytes a row.
 // Reads K and V once per block; lane (g, t) holds rows g, g + 8 of a product.
-template <bool Q8, int HD, int TILES>
+template <bool Q8, int HD>
 DEVICE void attention_prompt(const Attention& work) {
-    using Shape = PromptShape<Q8, HD, TILES>;
-    constexpr int THREADS = Shape::THREADS, ROWS = Shape::ROWS, CHUNKS = Shape::CHUNKS;
-    constexpr int KEYS = Shape::KEYS, PARTS = Shape::PARTS, BUFFER = Shape::BUFFER;
-    constexpr int BUFFERS = Shape::BUFFERS;
+    constexpr int THREADS = 32 * ATTENTION_WARPS, PROMPT_ROWS = ATTENTION_ROWS * ATTENTION_WARPS;
+    constexpr int CHUNKS = HD / 8;  // of 16 bytes, of a key
+    constexpr int KEYS = HD <= 128 ? 64 : Q8 ? 16 : 32, BUFFERS = HD <= 128 && !Q8 ? 4 : 2;
+    constexpr int PARTS = PAGE / KEYS, BUFFER = KEYS * CHUNKS;  // buffers of a page, chunks of one
     constexpr int BLOCK_BYTES = kv_block_bytes(Q8 ? KV_Q8 : KV_F16, HD);
     extern __shared__ __align__(128) uint8_t shared[];
     float4* totals = reinterpret_cast<float4*>(shared) + threadIdx.x;
-    uint4* buffers = reinterpret_cast<uint4*>(shared) + TILES * CHUNKS * THREADS;
+    uint4* buffers = reinterpret_cast<uint4*>(shared) + CHUNKS * THREADS;
     Softmax* softmax = reinterpret_cast<Softmax*>(buffers + BUFFERS * BUFFER);
-    int *place = reinterpret_cast<int*>(softmax + ROWS), *visible = place + ROWS;
+    int *place = reinterpret_cast<int*>(softmax + PROMPT_ROWS), *visible = place + PROMPT_ROWS;
     wait_for_predecessor();
 
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
     const int n_heads = work.n_heads, group = n_heads / work.n_kv_heads, kv_head = blockIdx.y;
-    const int first_of_warp = 16 * TILES * warp;
+    const int first_of_warp = ATTENTION_ROWS * warp, row = first_of_warp + g;  // and row + 8
     const float scale = work.scale;
+    // 16-byte chunks of a key change places so that the lanes that read at once meet all banks.
+    const auto chunk_at = [](int key, int chunk) {
+        return key * CHUNKS + (chunk ^ (key / 4 % 4 | (CHUNKS % 8 ? 0 : key % 2 * 4)));
+    };
+    // Where a lane reads: K at even and odd pieces of 32 values, V at pairs of chunks.
+    const int k_key = 4 * (g / 2) + g % 2;  // and further keys, see attention_tile
+    const int v_key = lane % 8 / 2 * 4 + lane / 8 % 2 * 2 + lane % 2;
+    const int k_lane[2] = {chunk_at(k_key, t), chunk_at(k_key, t + 4)};
+    int v_lane[4];
+    for (int i = 0; i < 4; i++) v_lane[i] = chunk_at(v_key, 2 * i + lane / 16);
+
     // A prompt's last tiles see most: first.
     int tile = (gridDim.x - 1 - blockIdx.x) * work.block_tiles;
-    const int last_tile = min(tile + work.block_tiles, int(work.n_tiles));
-    while (tile < last_tile) {
+    const int end_tile = min(tile + work.block_tiles, int(work.n_tiles));
+    while (tile < end_tile) {
         const int* tiles = work.tiles + 4 * tile;
         const int first_row = tiles[0], slot = tiles[2], first_position = tiles[3];
         int n_rows = tiles[1];
-        for (tile++; tile < last_tile && slot >= 0; tile++) {
+        for (tile++; tile < end_tile && slot >= 0; tile++) {
             tiles += 4;
             if (tiles[2] != slot || tiles[3] != first_position + n_rows) break;
             n_rows += tiles[1];
         }
         const int n_pages = slot < 0 ? 0 : (first_position + n_rows - 1) / PAGE + 1;
-
         __syncthreads();
-        if (threadIdx.x < ROWS) {
+        if (threadIdx.x < PROMPT_ROWS) {
             const int token = threadIdx.x / group, head = kv_head * group + threadIdx.x % group;
             place[threadIdx.x] = token < n_rows ? (first_row + token) * n_heads + head : -1;
             visible[threadIdx.x] = token < n_rows && slot >= 0 ? first_position + token : -1;
             softmax[threadIdx.x] = {-INFINITY, 0.0f};
         }
-        for (int i = 0; i < TILES * CHUNKS; i++) totals[i * THREADS] = make_float4(0, 0, 0, 0);
+        for (int n = 0; n < CHUNKS; n++) totals[n * THREADS] = make_float4(0, 0, 0, 0);
         __syncthreads();
-        const int first_sees = visible[first_of_warp];  // the most that all rows of the warp see
-        const int last_sees =
-            first_sees < 0 ? -1 : first_position + min((first_of_warp + 16 * TILES - 1) / group,
-                                                       n_rows - 1);
+        // What all rows of the warp see, and what one of them does.
+        const int all_see = visible[first_of_warp];
+        const int one_sees = all_see < 0 ? -1 : first_position + min(
+            (first_of_warp + ATTENTION_ROWS - 1) / group, n_rows - 1);
 
-        // Buffer after buffer, K and V in turns: the next one is on its way while one is in use.
         const char* layer = work.pages + kv_offset(work.layer, work.n_pages, 0, work.n_kv_heads,
                                                    kv_head, BLOCK_BYTES);
         const int* table = work.page_table + int64_t(max(slot, 0)) * work.max_pages;
         int next_page = 0, next_part = 0, fetched = 0, used = 0;
-        const auto swizzled = [](int key, int chunk) {
-            const int low = key / 4 % 4, high = CHUNKS % 8 ? 0 : key % 2 * 4;
-            return key * CHUNKS + (chunk ^ (low | high));
-        };
-        // Where a lane reads: K at the even and odd pieces of a key, V at pairs of chunks.
-        const int k_key = 4 * (g / 2) + g % 2;
-        const int v_key = lane % 8 / 2 * 4 + lane / 8 % 2 * 2 + lane % 2;
-        const int k_lane[2] = {swizzled(k_key, t), swizzled(k_key, t + 4)};
-        int v_lane[4];
-        for (int i = 0; i < 4; i++) v_lane[i] = swizzled(v_key, 2 * i + lane / 16);
         // q8: blocks of 32 values wait in registers and are expanded when their turn comes.
         constexpr int HEAD_BLOCKS = HD / Q8_BLOCK, RAW = (KEYS * HEAD_BLOCKS - 1) / THREADS + 1;
         Values<Q8, Q8_BLOCK> raw[RAW];
@@ -1623,22 +1615,22 @@ DEVICE void attention_prompt(const Attention& work) {
         };
         const auto fetch = [&] {
             if (next_page < n_pages) {
-                const bool is_v = next_part >= PARTS;
-                const char* from = layer + is_v * BLOCK_BYTES +
-                                   int64_t(table[next_page]) * work.n_kv_heads * 2 * BLOCK_BYTES;
                 const int first_key = next_part % PARTS * KEYS;
+                const char* from = layer + next_part / PARTS * BLOCK_BYTES +
+                                   int64_t(table[next_page]) * work.n_kv_heads * 2 * BLOCK_BYTES;
                 if constexpr (Q8) {
                     for (int i = 0; i < RAW; i++) {
                         const int2 at = raw_place(i);
                         if (at.x < KEYS)
-                            raw[i].load(kv_place<Q8, HD>(from, first_key + at.x, at.y * Q8_BLOCK), 0);
+                            raw[i].load(kv_place<Q8, HD>(from, first_key + at.x, at.y * Q8_BLOCK),
+                                        0);
                     }
                 } else {
                     uint4* to = buffers + fetched % BUFFERS * BUFFER;
                     for (int i = 0; i < BUFFER / THREADS; i++) {
                         const int at = i * THREADS + threadIdx.x;
                         copy_async<16>(
-                            __cvta_generic_to_shared(to + swizzled(at / CHUNKS, at % CHUNKS)),
+                            __cvta_generic_to_shared(to + chunk_at(at / CHUNKS, at % CHUNKS)),
                             from + (first_key * CHUNKS + at) * 16);
                     }
                 }
@@ -1656,7 +1648,7 @@ DEVICE void attention_prompt(const Attention& work) {
                     unsigned x[Q8_BLOCK / 2];
                     raw[i].expand(x);
                     for (int j = 0; j < 4 && at.x < KEYS; j++)
-                        ready[swizzled(at.x, 4 * at.y + j)] =
+                        ready[chunk_at(at.x, 4 * at.y + j)] =
                             make_uint4(x[4 * j], x[4 * j + 1], x[4 * j + 2], x[4 * j + 3]);
                 }
             } else {
@@ -1669,159 +1661,139 @@ DEVICE void attention_prompt(const Attention& work) {
         for (int i = 0; i < (Q8 ? 1 : BUFFERS - 1); i++) fetch();
 
         // Queries as A fragments, all of them where registers permit.
-        constexpr bool ALL_QUERIES = TILES * HD <= 128;
-        uint4 query[TILES][ALL_QUERIES ? HD / 16 : 2];
+        constexpr bool ALL_QUERIES = HD <= 128;
+        uint4 query[ALL_QUERIES ? HD / 16 : 2];
         const unsigned zero = unsigned(work.n_pages) >> 31;
         const auto load_queries = [&](int piece, int to) {
-            for (int r = 0; r < TILES; r++) {
-                uint4 x[2];
-                for (int i = 0; i < 2; i++) {
-                    const int row = max(place[first_of_warp + 16 * r + 8 * i + g], 0);
-                    x[i] = reinterpret_cast<const uint4*>(work.q)[row * CHUNKS + 4 * piece + t];
-                }
-                // Without an operation here the words are copied again for every product.
-                query[r][to] = make_uint4(x[0].x | zero, x[1].x | zero, x[0].y | zero,
-                                          x[1].y | zero);
-                query[r][to + 1] = make_uint4(x[0].z | zero, x[1].z | zero, x[0].w | zero,
-                                              x[1].w | zero);
-            }
+            const uint4* q = reinterpret_cast<const uint4*>(work.q) + 4 * piece + t;
+            const uint4 x = q[max(place[row], 0) * CHUNKS], y = q[max(place[row + 8], 0) * CHUNKS];
+            // Without an operation here the words are copied again for every product.
+            query[to] = make_uint4(x.x | zero, y.x | zero, x.y | zero, y.y | zero);
+            query[to + 1] = make_uint4(x.z | zero, y.z | zero, x.w | zero, y.w | zero);
         };
         for (int i = 0; ALL_QUERIES && i < HD / 32; i++) load_queries(i, 2 * i);
-        float o[TILES][CHUNKS][4], sum[TILES][4], m[2 * TILES];
+
+        float o[CHUNKS][4], sum[4], m[2];
 #pragma unroll 1
         for (int page = 0; page < n_pages; page++) {
-            const bool active = page * PAGE <= last_sees, all = page * PAGE + PAGE <= first_sees + 1;
-            if (page % SEGMENT_PAGES == 0)
-                for (int r = 0; r < TILES; r++) {
-                    for (int e = 0; e < 4; e++) {
-                        sum[r][e] = 0.0f;
-                        for (int n = 0; n < CHUNKS; n++) o[r][n][e] = 0.0f;
-                    }
-                    m[2 * r] = m[2 * r + 1] = -INFINITY;
+            const bool seen = page * PAGE <= one_sees, whole = (page + 1) * PAGE <= all_see + 1;
+            if (page % SEGMENT_PAGES == 0) {
+                m[0] = m[1] = -INFINITY;
+                for (int e = 0; e < 4; e++) {
+                    sum[e] = 0.0f;
+                    for (int n = 0; n < CHUNKS; n++) o[n][e] = 0.0f;
                 }
-            // Scores: which keys the slots of a product are is said in attention_tile.
-            float score[TILES][PAGE / 8][4] = {};
+            }
+            float score[PAGE / 8][4] = {};
             for (int part = 0; part < PARTS; part++) {
                 const uint4* keys = acquire();
-                if (!active) continue;
+                if (!seen) continue;
+#pragma unroll (ALL_QUERIES ? HD / 32 : 2)
                 for (int i = 0; i < HD / 32; i++) {
                     const int at = ALL_QUERIES ? 2 * i : 0;
                     if (!ALL_QUERIES) load_queries(i, 0);
                     for (int n = 0; n < KEYS / 8; n++) {
                         const uint4 k = keys[k_lane[i % 2] + 4 * (i - i % 2) +
                                              (16 * (n / 2) + 2 * (n % 2)) * CHUNKS];
-                        for (int r = 0; r < TILES; r++) {
-                            mma_fragment(score[r][part * KEYS / 8 + n], query[r][at], k.x, k.y);
-                            mma_fragment(score[r][part * KEYS / 8 + n], query[r][at + 1], k.z, k.w);
-                        }
+                        mma_fragment(score[part * KEYS / 8 + n], query[at], k.x, k.y);
+                        mma_fragment(score[part * KEYS / 8 + n], query[at + 1], k.z, k.w);
                     }
                 }
             }
-            uint4 p[TILES][PAGE / 16];
-            for (int r = 0; active && r < TILES; r++) {
+            uint4 p[PAGE / 16];
+            if (seen) {
                 float factor[2], base[2];
                 for (int i = 0; i < 2; i++) {
-                    const int last = visible[first_of_warp + 16 * r + 8 * i + g] - page * PAGE;
-                    float largest = m[2 * r + i];
+                    const int last = visible[row + 8 * i] - page * PAGE;
+                    float largest = m[i];
                     for (int n = 0; n < PAGE / 8; n++)
                         for (int e = 0; e < 2; e++) {
-                            float& x = score[r][n][2 * i + e];
+                            float& x = score[n][2 * i + e];
                             x = __fmul_rn(x, scale);
-                            if (!all && 16 * (n / 2) + 4 * t + 2 * (n % 2) + e > last) x = -INFINITY;
+                            const int key = 16 * (n / 2) + 4 * t + 2 * (n % 2) + e;
+                            if (!whole && key > last) x = -INFINITY;
                             largest = fmaxf(largest, x);
                         }
                     for (int lanes = 1; lanes < 4; lanes *= 2)
                         largest = fmaxf(largest, __shfl_xor_sync(ALL_LANES, largest, lanes));
-                    factor[i] = rescale_factor(m[2 * r + i], largest);
-                    m[2 * r + i] = largest;
+                    factor[i] = rescale_factor(m[i], largest);
+                    m[i] = largest;
                     base[i] = largest == -INFINITY ? 0.0f : largest;
                 }
                 for (int step = 0; step < PAGE / 16; step++) {
-                    unsigned x[4];
+                    unsigned a[4];
                     for (int i = 0; i < 4; i++) {
-                        const float* from = &score[r][2 * step + i / 2][2 * (i % 2)];
-                        x[i] = half2_bits(exp2_fast(__fsub_rn(from[0], base[i % 2])),
-                                          exp2_fast(__fsub_rn(from[1], base[i % 2])));
+                        const float* x = &score[2 * step + i / 2][2 * (i % 2)];
+                        a[i] = half2_bits(exp2_fast(__fsub_rn(x[0], base[i % 2])),
+                                          exp2_fast(__fsub_rn(x[1], base[i % 2])));
                     }
-                    p[r][step] = make_uint4(x[0], x[1], x[2], x[3]);
+                    p[step] = make_uint4(a[0], a[1], a[2], a[3]);
                 }
                 if (page % SEGMENT_PAGES &&
                     __any_sync(ALL_LANES, factor[0] != 1.0f || factor[1] != 1.0f))
                     for (int e = 0; e < 4; e++) {
-                        sum[r][e] = __fmul_rn(sum[r][e], factor[e / 2]);
+                        sum[e] = __fmul_rn(sum[e], factor[e / 2]);
                         for (int n = 0; n < CHUNKS; n++)
-                            o[r][n][e] = __fmul_rn(o[r][n][e], factor[e / 2]);
+                            o[n][e] = __fmul_rn(o[n][e], factor[e / 2]);
                     }
             }
             for (int part = 0; part < PARTS; part++) {
                 const uint4* values = acquire();
-                if (!active) continue;
+                if (!seen) continue;
                 for (int step = 0; step < KEYS / 16; step++) {
-                    for (int r = 0; r < TILES; r++)
-                        mma_fragment(sum[r], p[r][part * KEYS / 16 + step], HALF_ONES, HALF_ONES);
+                    const uint4 a = p[part * KEYS / 16 + step];
+                    mma_fragment(sum, a, HALF_ONES, HALF_ONES);
                     for (int n = 0; n < CHUNKS; n += 2) {
                         unsigned v[4];
-                        load_transposed(v, values + v_lane[n / 2 % 4] + n / 8 * 8 + 16 * step * CHUNKS);
-                        for (int r = 0; r < TILES; r++) {
-                            const uint4 a = p[r][part * KEYS / 16 + step];
-                            mma_fragment(o[r][n], a, v[0], v[1]);
-                            mma_fragment(o[r][n + 1], a, v[2], v[3]);
-                        }
+                        load_transposed(v, values + v_lane[n / 2 % 4] + n / 8 * 8 +
+                                               16 * step * CHUNKS);
+                        mma_fragment(o[n], a, v[0], v[1]);
+                        mma_fragment(o[n + 1], a, v[2], v[3]);
                     }
                 }
             }
-
             // The end of a segment: lane (g, t) holds columns 8 n + 2t, 8 n + 2t + 1.
             const bool ends = page % SEGMENT_PAGES == SEGMENT_PAGES - 1 || page + 1 == n_pages;
-            if (!ends || page / SEGMENT_PAGES * SEGMENT_PAGES * PAGE > last_sees) continue;
-            for (int r = 0; r < TILES; r++) {
-                const int row = first_of_warp + 16 * r + g;
-                Softmax up = softmax[row], down = softmax[row + 8];
-                __syncwarp();
-                const float2 upper = up.fold(m[2 * r], sum[r][0]);
-                const float2 lower = down.fold(m[2 * r + 1], sum[r][2]);
-                if (t == 0) softmax[row] = up, softmax[row + 8] = down;
-                for (int n = 0; n < CHUNKS; n++) {
-                    float4& all = totals[(r * CHUNKS + n) * THREADS];
-                    const float(&x)[4] = o[r][n];
-                    all = {fold_value(all.x, x[0], upper), fold_value(all.y, x[1], upper),
-                           fold_value(all.z, x[2], lower), fold_value(all.w, x[3], lower)};
-                }
+            if (!ends || page / SEGMENT_PAGES * SEGMENT_PAGES * PAGE > one_sees) continue;
+            Softmax up = softmax[row], down = softmax[row + 8];
+            __syncwarp();
+            const float2 upper = up.fold(m[0], sum[0]), lower = down.fold(m[1], sum[2]);
+            if (t == 0) softmax[row] = up, softmax[row + 8] = down;
+            for (int n = 0; n < CHUNKS; n++) {
+                float4& all = totals[n * THREADS];
+                all = {fold_value(all.x, o[n][0], upper), fold_value(all.y, o[n][1], upper),
+                       fold_value(all.z, o[n][2], lower), fold_value(all.w, o[n][3], lower)};
             }
         }
         __syncwarp();
-        for (int i = 0; i < 2 * TILES; i++) {
-            const int row = first_of_warp + g + 8 * i, row_and_head = place[row];
+        for (int i = 0; i < 2; i++) {
+            const int row_and_head = place[row + 8 * i];
             if (row_and_head < 0) continue;
-            const float inverse = inverse_sum(softmax[row].l);
+            const float inverse = inverse_sum(softmax[row + 8 * i].l);
+            const int to = row_and_head % n_heads * HD;
             for (int n = 0; n < CHUNKS; n++) {
-                const float4 all = totals[(i / 2 * CHUNKS + n) * THREADS];
-                uint4* to = work.out + piece_at(row_and_head / n_heads,
-                                                row_and_head % n_heads * HD + 8 * n,
-                                                work.stride / CHUNK);
-                reinterpret_cast<unsigned*>(to)[t] =
-                    half2_bits(normalised(i % 2 ? all.z : all.x, inverse),
-                               normalised(i % 2 ? all.w : all.y, inverse));
+                const float4 all = totals[n * THREADS];
+                uint4* piece = work.out + piece_at(row_and_head / n_heads, to + 8 * n,
+                                                   work.stride / CHUNK);
+                reinterpret_cast<unsigned*>(piece)[t] =
+                    half2_bits(normalised(i ? all.z : all.x, inverse),
+                               normalised(i ? all.w : all.y, inverse));
             }
         }
     }
 }
 
-#define ATTENTION_PROMPT(NAME, Q8, HD, TILES)                                                    \
+#define ATTENTION_PROMPT_OF(NAME, Q8, HD)                                                        \
     KERNEL __launch_bounds__(32 * ATTENTION_WARPS, 2)                                            \
-    attention_##NAME(const __grid_constant__ Attention work) {                                   \
-        attention_prompt<Q8, HD, TILES>(work);                                                   \
-    }
-ATTENTION_PROMPT(f16_64_prompt, false, 64, 1)
-ATTENTION_PROMPT(f16_96_prompt, false, 96, 1)
-ATTENTION_PROMPT(f16_128_prompt, false, 128, 1)
-ATTENTION_PROMPT(f16_192_prompt, false, 192, 1)
-ATTENTION_PROMPT(f16_256_prompt, false, 256, 1)
-ATTENTION_PROMPT(q8_64_prompt, true, 64, 1)
-ATTENTION_PROMPT(q8_96_prompt, true, 96, 1)
-ATTENTION_PROMPT(q8_128_prompt, true, 128, 1)
-ATTENTION_PROMPT(q8_192_prompt, true, 192, 1)
-ATTENTION_PROMPT(q8_256_prompt, true, 256, 1)
+    attention_##NAME(const __grid_constant__ Attention work) { attention_prompt<Q8, HD>(work); }
+#define ATTENTION_PROMPT(HD)                                                                     \
+    ATTENTION_PROMPT_OF(f16_##HD##_prompt, false, HD)                                            \
+    ATTENTION_PROMPT_OF(q8_##HD##_prompt, true, HD)
+ATTENTION_PROMPT(64)
+ATTENTION_PROMPT(96)
+ATTENTION_PROMPT(128)
+ATTENTION_PROMPT(192)
+ATTENTION_PROMPT(256)
 
 // Folds the stored segments of each row and head in index order: -> out f16 [rows H / row_heads,
 // stride].

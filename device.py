@@ -171,10 +171,10 @@ Q8_BLOCK = 32  # values along head_dim that share an f16 scale
 # their blocks a multiprocessor holds. The last two are latent: K holds V.
 ATTENTION_BLOCKS = {(64, 64): 4, (80, 80): 4, (96, 96): 4, (128, 128): 4, (192, 192): 3,
                     (256, 256): 3, (320, 256): 2, (576, 512): 1}
-ATTENTION_ROWS = 16  # (token, query head) pairs of one attention tile
+ATTENTION_ROWS = 16  # (token, query head) pairs of one attention tile; twice that in a wide one
 ATTENTION_THREADS, LATENT_THREADS = 128, 256  # of a block
-# Heads for which attention_prompt has kernels: (pairs of a block, keys in a buffer of f16).
-PROMPT_BLOCKS = {64: (64, 64), 96: (64, 64), 128: (64, 64), 192: (64, 32), 256: (64, 32)}
+WIDEST_HEAD = 128  # for which there are wide tiles
+PROMPT_HEADS = 64, 96, 128, 256  # for which attention_prompt has kernels, with f16
 SEGMENT = 256  # positions under one running softmax
 PARTS_LIMIT = 1 << 28  # bytes of scratch for segments that wait to be merged
 ROW_THREADS = 1024  # of the kernels that hold a row in a block
@@ -336,7 +336,6 @@ class Device:
         self.architecture = f"sm_{self.arch}"
         self.multiprocessors = attribute(self.card, "MULTIPROCESSOR_COUNT")
         self.kernels = {}
-        self.granted = {}  # bytes of dynamic shared memory that kernels may take
         self.allocated = {}  # purpose -> bytes that the driver gave
         self.scratch = {}  # (name, columns, dtype) -> Buffer
         self.addresses = {}  # ptr -> (nbytes, purpose), for free()
@@ -360,8 +359,8 @@ class Device:
                 for _ in range(4)])
             self.opened.callback(self.free_all)
             self.opened = self.opened.pop_all()
+        self.single_rows = self.longest_span = 0  # of the batch: sequences of one row in front
         # On sm_90 and later a kernel may start while its predecessor ends: see follow_predecessor.
-        self.single_tiles = 0  # in front of those of more rows, in the batch uploaded last
         self.launch_early = False
         attribute_id = driver.CUlaunchAttributeID
         early = driver.CUlaunchAttribute()
@@ -393,14 +392,14 @@ class Device:
             self.free(ptr)
 
     def kernel(self, name, smem):
-        """The kernel `name`, which may take so many bytes of dynamic shared memory."""
-        if smem > self.granted.get(name, -1):
+        """The kernel `name`; one that takes dynamic shared memory may take all that there is."""
+        if name not in self.kernels:
             function = call("cuLibraryGetKernel", self.library, name.encode())
             if smem:
                 limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-                call("cuKernelSetAttribute", limit, smem, function, self.card)
+                most = attribute(self.card, "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN")
+                call("cuKernelSetAttribute", limit, most, function, self.card)
             self.kernels[name] = driver.CUfunction(int(function))
-            self.granted[name] = smem
         return self.kernels[name]
 
     def launch(self, name, grid, block, args, smem=0):
@@ -570,7 +569,8 @@ class Device:
 
     def tile_tokens(self, cfg):
         """Most rows of one attention tile: consecutive tokens of a sequence."""
-        return max(1, ATTENTION_ROWS // (cfg.n_heads // cfg.n_kv_heads))
+        tile_rows = ATTENTION_ROWS * (2 if cfg.head_dim <= WIDEST_HEAD else 1)
+        return max(1, tile_rows // (cfg.n_heads // cfg.n_kv_heads))
 
     # ---- steps: upload, run, fetch -----------------------------------------------------------
 
@@ -584,7 +584,8 @@ class Device:
         # Worth 7% of a step of 1 row and 3% of 8 (8B on an H200); at 64 rows it costs 10%, since
         # waiting blocks take room, and an eager launch takes Python longer.
         self.launch_early = self.arch >= 90 and len(batch.tokens) <= FEW_ROWS
-        self.single_tiles = int(np.argmax(np.append(batch.tiles[:, 1] != 1, True)))  # in front
+        lengths = np.append(batch.spans[:, 1], 2)
+        self.single_rows, self.longest_span = int(np.argmax(lengths > 1)), int(lengths.max())
         block = self.buffer("batch", packed.shape, np.int32)
         self.write(block, packed)
         table = self.buffer("page_table", batch.page_table.shape, np.int32)
@@ -879,37 +880,40 @@ class Device:
         # it are never written: scratch starts as zeros, and each width has its own.
         out = self.buffer(f"attention_{cols}", (padded(x_rows, 8), padded(cols, 128)), np.float16)
         segments, tiles = -(-max_pages * PAGE // SEGMENT), batch.tiles.shape[0]
-        # In a step with a prompt, single rows come first.
-        prompt = rows > GRAPH_SIZES[-1] and dim in PROMPT_BLOCKS
-        single = self.single_tiles if prompt else tiles
+        # A step too large for a graph has prompts, which come behind sequences of one row.
+        prompt = rows > GRAPH_SIZES[-1] and kv.format == "f16" and dim in PROMPT_HEADS
+        wide = "_wide" if not prompt and rows > tiles and dim <= WIDEST_HEAD else ""
+        single = self.single_rows if prompt else tiles
         rows = single if prompt else rows
         blocks = -(-heads // ATTENTION_ROWS) if cfg.latent else cfg.n_kv_heads  # of a tile
-        splits = self.attention_splits(cfg, single * blocks, segments, 4 * rows * heads * width)
+        busy = max(single, 1) * blocks
+        splits = self.attention_splits(cfg, busy, segments, 4 * rows * heads * width)
+        idle = self.multiprocessors // (busy * splits)  # see `shares` in attention_tile
+        shares = 1 if wide or idle < 2 else 2 if idle < 4 else 4
         parts = (None, None) if splits == 1 else (
             self.buffer("attention_values", (rows, heads * width * segments), np.float32),
             self.buffer("attention_states", (rows, heads * segments, 2), np.float32))
 
-        def launch(kind, grid, threads, first_tile, smem, *more):
+        def launch(kind, grid, threads, tiles, span_rows=0, smem=0):
             self.launch(f"attention_{kv.format}_{dim}{kind}", grid, threads,
-                        (q, out, *parts, kv.data, batch.page_table, batch.tiles.at(16 * first_tile),
-                         layer, kv.n_pages, max_pages, segments, heads, cfg.n_kv_heads,
-                         out.shape[1], scale, *more), smem)
+                        (q, out, *parts, kv.data, batch.page_table, tiles, layer, kv.n_pages,
+                         max_pages, segments, heads, cfg.n_kv_heads, out.shape[1], scale,
+                         span_rows), smem)
 
-        shares = max(1, self.multiprocessors // max(1, single * blocks * splits))
-        shares = 4 if shares >= 4 else 2 if shares >= 2 else 1
-        launch("", (single, blocks * shares, splits), LATENT_THREADS if cfg.latent else ATTENTION_THREADS,
-               0, 0, 0, 0)
+        launch(wide, (single, blocks * shares, splits),
+               LATENT_THREADS if cfg.latent else ATTENTION_THREADS, batch.tiles)
         if splits > 1:
-            self.launch("attention_merge", (rows, heads, -(-width // 32)), 32,
+            # Few rows with many segments: their parts go to many multiprocessors.
+            threads = 32 if rows * heads < self.multiprocessors else padded(width, 32)
+            self.launch("attention_merge", (rows, heads, -(-width // threads)), threads,
                         (*parts, out, batch.positions, batch.slots, segments, out.shape[1], width,
                          row_heads))
         if prompt:
-            pairs, keys = PROMPT_BLOCKS[dim]
-            block_tiles = pairs // (heads // cfg.n_kv_heads) // self.tile_tokens(cfg)
-            keys = keys if dim <= 128 or kv.format == "f16" else keys // 2
-            buffers = (2 if pairs * dim > 64 * 128 or kv.format == "q8" else 4) * keys * dim * 2
-            launch("_prompt", (-(-(tiles - single) // block_tiles), blocks), ATTENTION_THREADS,
-                   single, pairs * (4 * dim + 16) + buffers, tiles - single, block_tiles)
+            span_rows = 4 * ATTENTION_ROWS // (heads // cfg.n_kv_heads)
+            keys = 64 if dim <= WIDEST_HEAD else 32
+            grid = -(-self.longest_span // span_rows), blocks, batch.spans.shape[0] - single
+            launch("_prompt", grid, ATTENTION_THREADS, batch.spans.at(24 * single), span_rows,
+                   4 * dim * (64 + keys))
         return Activations(out, None, x_rows, cols)
 
     def attention_splits(self, cfg, blocks, segments, segment_bytes):
@@ -918,8 +922,8 @@ class Device:
         It is fixed when a graph is captured, so it looks at what the page table can hold. It moves
         no bits: the segments of a row are merged in index order either way.
         """
-        room = self.multiprocessors * ATTENTION_BLOCKS[cfg.head_dim, cfg.value_dim] // max(blocks, 1)
-        return 1 if not 0 < segments * segment_bytes <= PARTS_LIMIT else max(1, min(room, segments))
+        room = self.multiprocessors * ATTENTION_BLOCKS[cfg.head_dim, cfg.value_dim] // blocks
+        return 1 if segments * segment_bytes > PARTS_LIMIT else max(1, min(room, segments))
 
     def delta_conv(self, u, mixer, cfg, layer, kv, batch):
         """c f32 [rows, delta_channels + 2 H_v] = q | k | v | beta | decay of u f32 [rows, .]."""

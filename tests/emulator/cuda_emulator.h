@@ -346,10 +346,6 @@ PTX cp_async_shared_global(unsigned to, uint64_t from, unsigned bytes, unsigned 
     copies.back().push_back({target, emulator::aligned(from, bytes), bytes,
                              filled < bytes ? filled : bytes});
 }
-// Reads the last byte, which must be there.
-PTX cp_async_bulk_prefetch_L2_global(uint64_t address, unsigned bytes) {
-    *reinterpret_cast<const volatile char*>(address + bytes - 1);
-}
 PTX cp_async_commit_group() { emulator::current->copies.emplace_back(); }
 PTX cp_async_wait_group(unsigned may_wait) {
     auto& copies = emulator::current->copies;  // the last group is open

@@ -19,7 +19,7 @@ import numpy as np
 from gguf import quants
 
 from errors import DeviceError
-from kv import PAGE, Batch, state_layout
+from kv import GRAPH_SIZES, PAGE, Batch, state_layout
 from sampling import SLICE
 
 try:
@@ -175,6 +175,7 @@ ATTENTION_BLOCKS = {(64, 64): 4, (80, 80): 4, (96, 96): 4, (128, 128): 4, (192, 
 ATTENTION_ROWS = 16  # (token, query head) pairs of one attention tile; twice that in a wide one
 ATTENTION_THREADS, LATENT_THREADS = 128, 256  # of a block
 WIDEST_HEAD = 128  # for which there are wide tiles
+PROMPT_HEADS = 64, 96, 128, 256  # for which attention_prompt has kernels, with f16
 SEGMENT = 256  # positions under one running softmax
 PARTS_LIMIT = 1 << 28  # bytes of scratch for segments that wait to be merged
 ROW_VALUES = 12  # of a thread of the kernels that hold a row in a block, while there are threads
@@ -375,6 +376,7 @@ class Device:
                 for _ in range(4)])
             self.opened.callback(self.free_all)
             self.opened = self.opened.pop_all()
+        self.single_rows = self.longest_span = 0  # of the batch: sequences of one row in front
         # On sm_90 and later a kernel may start while its predecessor ends: see follow_predecessor.
         self.launch_early = False
         attribute_id = driver.CUlaunchAttributeID
@@ -599,6 +601,8 @@ class Device:
         # Worth 7% of a step of 1 row and 3% of 8 (8B on an H200); at 64 rows it costs 10%, since
         # waiting blocks take room, and an eager launch takes Python longer.
         self.launch_early = self.arch >= 90 and len(batch.tokens) <= FEW_ROWS
+        lengths = np.append(batch.spans[:, 1], 2)
+        self.single_rows, self.longest_span = int(np.argmax(lengths > 1)), int(lengths.max())
         block = self.buffer("batch", packed.shape, np.int32)
         self.write(block, packed)
         table = self.buffer("page_table", batch.page_table.shape, np.int32)
@@ -892,22 +896,41 @@ class Device:
         # Weights add up to one and V is f16: the result needs no row scale. The columns that pad
         # it are never written: scratch starts as zeros, and each width has its own.
         out = self.buffer(f"attention_{cols}", (padded(x_rows, 8), padded(cols, 128)), np.float16)
-        segments = -(-max_pages * PAGE // SEGMENT)
-        tiles = batch.tiles.shape[0]
+        segments, tiles = -(-max_pages * PAGE // SEGMENT), batch.tiles.shape[0]
+        # A step too large for a graph has prompts, which come behind sequences of one row.
+        prompt = rows > GRAPH_SIZES[-1] and kv.format == "f16" and dim in PROMPT_HEADS
+        wide = "_wide" if not prompt and rows > tiles and dim <= WIDEST_HEAD else ""
+        single = self.single_rows if prompt else tiles
+        rows = single if prompt else rows
         blocks = -(-heads // ATTENTION_ROWS) if cfg.latent else cfg.n_kv_heads  # of a tile
-        splits = self.attention_splits(cfg, tiles * blocks, segments, 4 * x_rows * cols)
+        busy = max(single, 1) * blocks
+        splits = self.attention_splits(cfg, busy, segments, 4 * rows * heads * width)
+        idle = self.multiprocessors // (busy * splits)  # see `shares` in attention_tile
+        shares = 1 if wide or idle < 2 else 2 if idle < 4 else 4
         parts = (None, None) if splits == 1 else (
             self.buffer("attention_values", (rows, heads * width * segments), np.float32),
             self.buffer("attention_states", (rows, heads * segments, 2), np.float32))
-        wide = "_wide" if rows > tiles and dim <= WIDEST_HEAD else ""  # a prompt: whole tiles
-        self.launch(f"attention_{kv.format}_{dim}{wide}", (tiles, blocks, splits),
-                    LATENT_THREADS if cfg.latent else ATTENTION_THREADS,
-                    (q, out, *parts, kv.data, batch.page_table, batch.tiles, layer, kv.n_pages,
-                     max_pages, segments, heads, cfg.n_kv_heads, out.shape[1], scale))
+
+        def launch(kind, grid, threads, tiles, span_rows=0, smem=0):
+            self.launch(f"attention_{kv.format}_{dim}{kind}", grid, threads,
+                        (q, out, *parts, kv.data, batch.page_table, tiles, layer, kv.n_pages,
+                         max_pages, segments, heads, cfg.n_kv_heads, out.shape[1], scale,
+                         span_rows), smem)
+
+        launch(wide, (single, blocks * shares, splits),
+               LATENT_THREADS if cfg.latent else ATTENTION_THREADS, batch.tiles)
         if splits > 1:
-            self.launch("attention_merge", (rows, heads), padded(width, 32),
+            # Few rows with many segments: their parts go to many multiprocessors.
+            threads = 32 if rows * heads < self.multiprocessors else padded(width, 32)
+            self.launch("attention_merge", (rows, heads, -(-width // threads)), threads,
                         (*parts, out, batch.positions, batch.slots, segments, out.shape[1], width,
                          row_heads))
+        if prompt:
+            span_rows = 4 * ATTENTION_ROWS // (heads // cfg.n_kv_heads)
+            keys = 64 if dim <= WIDEST_HEAD else 32
+            grid = -(-self.longest_span // span_rows), blocks, batch.spans.shape[0] - single
+            launch("_prompt", grid, ATTENTION_THREADS, batch.spans.at(24 * single), span_rows,
+                   4 * dim * (64 + keys))
         return Activations(out, None, x_rows, cols)
 
     def attention_splits(self, cfg, blocks, segments, segment_bytes):

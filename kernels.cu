@@ -1066,14 +1066,21 @@ DEVICE void store_value(const HeadPlace& to, int head_dim, int d, float x) {
         reinterpret_cast<__half*>(to.block + PAGE * head_dim)[at / Q8_BLOCK] = scale;
 }
 
-// Value d of x once its pair is turned by the angle of a row.
-DEVICE float rotated(const float* x, int d, int row, const Heads& work) {
-    const int neox = work.neox, pairs = work.rope_dim / 2;
-    const bool first = neox ? d < pairs : d % 2 == 0;
-    const int pair = neox ? d % pairs : d / 2, distance = neox ? pairs : 1;
+// How value d of a head turns in `row`: by its pair's angle, with the pair's other value.
+struct Turn {
+    float cosine, sine;
+    int other;
+};
+DEVICE Turn turn_of(int d, int row, const Heads& work) {
+    const int pairs = work.rope_dim / 2, distance = work.neox ? pairs : 1;
+    const bool first = work.neox ? d < pairs : d % 2 == 0;
+    const int pair = !work.neox ? d / 2 : first ? d : d - pairs;
     const float* angles = work.angles + int64_t(row) * work.rope_dim + pair;
-    const float turned = x[first ? d + distance : d - distance] * angles[pairs];
-    return x[d] * angles[0] + (first ? -turned : turned);
+    return {angles[0], angles[pairs], first ? d + distance : d - distance};
+}
+DEVICE float rotated(const float* x, int d, Turn turn) {
+    const float turned = x[turn.other] * turn.sine;
+    return x[d] * turn.cosine + (turn.other > d ? -turned : turned);
 }
 
 // qkv f32 [rows, (H + 2 H_kv) D] -> q [rows, H D] f16 (f32 if KV is f32), K and V into their pages.
@@ -1081,10 +1088,10 @@ DEVICE float rotated(const float* x, int d, int row, const Heads& work) {
 // Gated: D gates follow each head of q; they are left to sigmoid_gate.
 // PRECOND: grid (rows, ceil((H + 2 H_kv) / 4)), 128 threads; D <= 256, for q8 in blocks of 32.
 // One warp holds one head. Moves each value once; rows with slot < 0 write no K and V.
-KERNEL __launch_bounds__(128, 10)
+KERNEL __launch_bounds__(128, 8)
 rope_kv(const float* qkv, const float* q_norm, const float* k_norm, int gated,
         const __grid_constant__ Heads work) {
-    follow_predecessor();
+    let_successor_start();
     __shared__ float heads[4][Q8_BLOCK * MOST_BLOCKS];
     const int row = blockIdx.x, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const int n_heads = work.n_heads, n_kv_heads = work.n_kv_heads, head_dim = work.head_dim;
@@ -1095,13 +1102,21 @@ rope_kv(const float* qkv, const float* q_norm, const float* k_norm, int gated,
     const float* norm = is_v ? nullptr : is_q ? q_norm : k_norm;
     const int gates = gated * n_heads, pieces = n_heads + gates + 2 * n_kv_heads;
     qkv += (int64_t(row) * pieces + head + min(head * gated, gates)) * head_dim;
-    float x[MOST_BLOCKS], gain[MOST_BLOCKS], sum = 0.0f;
+    // All that is read is on its way at once: a chain of loads takes longer than moving the bytes.
+    float x[MOST_BLOCKS] = {}, gain[MOST_BLOCKS], sum = 0.0f;
+    Turn turn[MOST_BLOCKS];
+    for (int i = 0; i < MOST_BLOCKS; i++)
+        gain[i] = norm && 32 * i + lane < head_dim ? norm[32 * i + lane] : 1.0f;
+    wait_for_predecessor();
+    const int turning = is_v ? 0 : work.rope_dim;
+#pragma unroll
     for (int i = 0; i < MOST_BLOCKS; i++) {
         const int d = 32 * i + lane;
-        x[i] = d < head_dim ? qkv[d] : 0.0f;
-        gain[i] = norm && d < head_dim ? norm[d] : 1.0f;
-        sum += x[i] * x[i];
+        if (d >= head_dim) break;
+        x[i] = qkv[d];
+        if (d < turning) turn[i] = turn_of(d, row, work);
     }
+    for (int i = 0; i < MOST_BLOCKS; i++) sum += x[i] * x[i];
     const float inverse = norm ? rsqrtf(warp_sum(sum) / head_dim + work.eps) : 1.0f;
     for (int i = 0; i < MOST_BLOCKS; i++) {
         x[i] = x[i] * inverse * gain[i];
@@ -1112,8 +1127,7 @@ rope_kv(const float* qkv, const float* q_norm, const float* k_norm, int gated,
     for (int i = 0; i < MOST_BLOCKS; i++) {
         const int d = 32 * i + lane;
         if (d >= head_dim) break;
-        const float value = is_v || d >= work.rope_dim ? x[i] : rotated(heads[warp], d, row, work);
-        store_value(place, head_dim, d, value);
+        store_value(place, head_dim, d, d < turning ? rotated(heads[warp], d, turn[i]) : x[i]);
     }
 }
 
@@ -1151,10 +1165,10 @@ KERNEL copy_page(char* pages, int n_pages, int page_bytes, int source, int targe
 // Attention: 16 or 32 queries of a sequence and KV head against its pages, on the tensor cores
 // ---------------------------------------------------------------------------------------------
 // A tile is up to 16, in a wide kernel 32, (token, query head of the group) pairs that share one KV
-// head. Wide: 4096 tokens of an 8B prompt on an H200 take 0.80 ms a layer instead of 1.22. Keys go
-// in segments of 256 = four pages of 64. Inside a segment the running maximum moves once a page;
-// segments are folded in index order, here or by attention_merge, in the same arithmetic. So what a
-// row gets does not depend on who else is in the tile, nor on how segments are spread over blocks:
+// head. Keys go in segments of 256 = four pages of 64. Inside a segment the running maximum moves
+// once a page; segments are folded in index order, here or by attention_merge, in the same
+// arithmetic. So what a row gets does not depend on who else is in the tile, nor on how segments
+// are spread over blocks:
 //   score(key) = q . k in one accumulator, head_dim ascending 16 at a time
 //   m_i = max(m_i-1, scores of page i * scale), p = f16(2^(score * scale - m_i)), masked: 0
 //   o   = o * 2^(m_i-1 - m_i) + P V, keys ascending 16 at a time;  l is one more column, V = 1
@@ -1197,12 +1211,27 @@ DEVICE float fold_value(float total, float part, float2 factors) {
     return __fmaf_rn(part, factors.y, __fmul_rn(total, factors.x));
 }
 
+// The same of a product's two columns of rows g and g + 8.
+DEVICE void fold_rows(float4& total, const float (&part)[4], float2 up, float2 down) {
+    total = {fold_value(total.x, part[0], up), fold_value(total.y, part[1], up),
+             fold_value(total.z, part[2], down), fold_value(total.w, part[3], down)};
+}
+
 // The factor of a row's values: zero where nothing was visible (padding), so that it yields zeros.
 DEVICE float inverse_sum(float l) { return l == 0.0f ? 0.0f : __frcp_rn(l); }
 
 // Adding zero makes -0 and 0 one: they differ by who was masked.
 DEVICE float normalised(float value, float inverse) {
     return __fmaf_rn(value, inverse, 0.0f);
+}
+
+// P of 16 keys as an A fragment, from the scores of two products and the maxima of rows g, g + 8.
+DEVICE uint4 weights_of(const float (&even)[4], const float (&odd)[4], const float (&m)[2]) {
+    const auto pair = [](float x, float y, float m) {
+        return half2_bits(exp2_fast(__fsub_rn(x, m)), exp2_fast(__fsub_rn(y, m)));
+    };
+    return make_uint4(pair(even[0], even[1], m[0]), pair(even[2], even[3], m[1]),
+                      pair(odd[0], odd[1], m[0]), pair(odd[2], odd[3], m[1]));
 }
 
 // Where a thread starts to read in the K or V block of a page: at value d of a token.
@@ -1264,15 +1293,16 @@ struct Attention {
     const char* pages;
     const int *page_table, *tiles;
     Int layer, n_pages, max_pages, max_segments, n_heads, n_kv_heads, stride;
-    float scale;
+    alignas(8) float scale;
+    Int span_rows;  // of a block of attention_prompt
 };
 
 // out = softmax(q K^T * scale) V, rows of all tiles: q f16 [rows, H KW] -> f16 [rows, stride]. A
 // head has KW values of K and VW of V. VW < KW: latent attention; V is the beginning of K, H_kv is
 // one, and out is [rows H, stride].
-// PRECOND: grid (tiles, H_kv, splits), 128 threads; tiles int32 (first row, rows, slot, position);
-// rows of a tile * H / H_kv <= 16 TILES; scale = attn_scale * log2(e). Latent: grid (tiles,
-// ceil(H / 16), splits), 256 threads, and a tile has one row where H > 16.
+// PRECOND: grid (tiles, H_kv * shares, splits), 128 threads; tiles int32 (first row, rows, slot,
+// position); rows of a tile * H / H_kv <= 16 TILES; scale = attn_scale * log2(e). Latent: grid
+// (tiles, ceil(H / 16) * shares, splits), 256 threads, and a tile has one row where H > 16.
 // Block z holds segments z, z + splits, ... With one split it folds them; with more it stores each
 // in part_values f32 [rows, H, max_segments, VW] and part_states (m, l) for attention_merge.
 // Reads K and V of a tile's context once (latent: V a second time, from the cache); thread (g, t)
@@ -1312,7 +1342,12 @@ DEVICE void attention_tile(const Attention& work) {
 
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
     // A block has `group` query heads of each token: of one KV head, or, latent, up to ROWS of all.
-    const int block_y = blockIdx.y, kv_head = LATENT ? 0 : block_y, n_heads = work.n_heads;
+    const int n_heads = work.n_heads, blocks = LATENT ? (n_heads - 1) / ROWS + 1 : work.n_kv_heads;
+    const int block_y = TILES > 1 ? blockIdx.y : blockIdx.y % blocks;
+    const int kv_head = LATENT ? 0 : block_y;
+    // A multiprocessor reads 20 bytes a cycle (H200). Where many are idle, blocks share a tile:
+    // each computes all scores, but the values of some warps' columns only.
+    const int shares = TILES > 1 ? 1 : gridDim.y / blocks, share = blockIdx.y / blocks;
     const int group = LATENT ? min(ROWS, n_heads - ROWS * block_y) : n_heads / work.n_kv_heads;
     // A prompt's last tiles see most: first.
     const int* tiles = work.tiles + 4 * (gridDim.x - 1 - blockIdx.x);
@@ -1335,6 +1370,7 @@ DEVICE void attention_tile(const Attention& work) {
         visible[threadIdx.x] = token < n_rows && slot >= 0 ? first_position + token : -1;
     }
     __syncthreads();
+    wait_for_predecessor();  // nothing before this is written within a step
     for (int at = warp; at < TILES * PIECES; at += WARPS) {
         const int r = at / PIECES, i = at % PIECES;
         uint4 x[2] = {};
@@ -1352,13 +1388,13 @@ DEVICE void attention_tile(const Attention& work) {
     for (int i = 0; i < 2 * TILES; i++) softmax[i][threadIdx.x] = {-INFINITY, 0.0f};
     for (int n = 0; n < TILES * NEIGHBOURS; n++)
         total(n / NEIGHBOURS, n % NEIGHBOURS) = make_float4(0, 0, 0, 0);
-    const bool has_columns = warp * COLUMNS < VW;
+    const bool has_columns = warp * COLUMNS < VW && (TILES > 1 || warp * shares / WARPS == share);
     // First one whose V this thread loads. Columns of the last warp that are not there repeat
     // others, and their sums are not stored.
     constexpr bool WHOLE = VW % COLUMNS == 0;
     int column = warp * COLUMNS + NEIGHBOURS * g;
     if (!WHOLE) column = min(column, VW - NEIGHBOURS);
-    const bool has_sums = WHOLE ? has_columns : warp * COLUMNS + 2 * NEIGHBOURS * t < VW;
+    const bool has_sums = has_columns && (WHOLE || warp * COLUMNS + 2 * NEIGHBOURS * t < VW);
 
     const int n_segments = (tile_pages + SEGMENT_PAGES - 1) / SEGMENT_PAGES;
     int turn = 0;
@@ -1439,16 +1475,9 @@ DEVICE void attention_tile(const Attention& work) {
                             m[i] = fmaxf(m[i], warp_largest[turn][other][16 * r + g + 8 * i]);
                 for (int i = 0; i < 2; i++)
                     if (m[i] == -INFINITY) m[i] = 0.0f;  // nothing visible yet: weights are 2^-inf
-                for (int step = 0; step < KEYS / 16; step++) {
-                    unsigned a[4];
-                    for (int i = 0; i < 4; i++) {
-                        const float* x = &score[r][2 * step + i / 2][2 * (i % 2)];
-                        a[i] = half2_bits(exp2_fast(__fsub_rn(x[0], m[i % 2])),
-                                          exp2_fast(__fsub_rn(x[1], m[i % 2])));
-                    }
+                for (int step = 0; step < KEYS / 16; step++)
                     weights[r][warp * (KEYS / 16) + step][lane] =
-                        make_uint4(a[0], a[1], a[2], a[3]);
-                }
+                        weights_of(score[r][2 * step], score[r][2 * step + 1], m);
             }
         }
         __syncthreads();
@@ -1503,12 +1532,7 @@ DEVICE void attention_tile(const Attention& work) {
             for (int r = 0; r < TILES; r++) {
                 const float2 up = softmax[2 * r][threadIdx.x].fold(m[2 * r], sum[r][0]);
                 const float2 down = softmax[2 * r + 1][threadIdx.x].fold(m[2 * r + 1], sum[r][2]);
-                for (int n = 0; n < NEIGHBOURS; n++) {
-                    float4& all = total(r, n);
-                    const float(&part)[4] = o[r][n];
-                    all = {fold_value(all.x, part[0], up), fold_value(all.y, part[1], up),
-                           fold_value(all.z, part[2], down), fold_value(all.w, part[3], down)};
-                }
+                for (int n = 0; n < NEIGHBOURS; n++) fold_rows(total(r, n), o[r][n], up, down);
             }
             continue;
         }
@@ -1551,7 +1575,7 @@ DEVICE void attention_tile(const Attention& work) {
 #define ATTENTION_OF(NAME, Q8, KW, VW, TILES, BLOCKS)                                            \
     KERNEL __launch_bounds__(32 * (VW < KW ? LATENT_WARPS : ATTENTION_WARPS), BLOCKS)            \
     attention_##NAME(const __grid_constant__ Attention work) {                                   \
-        follow_predecessor();                                                                    \
+        let_successor_start();                                                                   \
         attention_tile<Q8, KW, VW, TILES>(work);                                                 \
     }
 #define ATTENTION(NAME, KW, VW, TILES, BLOCKS)                                                   \
@@ -1573,11 +1597,183 @@ ATTENTION(576, 576, 512, 1, 1)
 ATTENTION_OF(f16_80, false, 80, 80, 1, 4)
 ATTENTION_OF(f16_80_wide, false, 80, 80, 2, 2)
 
+// Four 8x8 matrices of f16, transposed: lane i has the address of row i % 8 of matrix i / 8.
+DEVICE void load_transposed(unsigned (&d)[4], const uint4* row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+                 : "r"(unsigned(__cvta_generic_to_shared(row))));
+}
+
+// As attention_tile with f16 for many rows: each of four warps takes 16 (token, head) pairs and all
+// columns of their sums. K and V of KEYS keys come in turns into two buffers. H200, a layer of an
+// 8B prompt: 4096 tokens in 0.60 ms, and 0.81 in wide tiles, which read K and V straight from L2.
+// PRECOND: grid (at least rows of the longest span / span_rows, H_kv, spans), 128 threads; tiles
+// holds spans, 6 numbers each; span_rows of a block <= 64 H_kv / H. Shared memory: totals f32
+// [HD / 8][128][4], two f16 [KEYS][HD].
+// Reads K and V once per block; lane (g, t) holds rows g, g + 8 of a product.
+template <int HD>
+DEVICE void attention_prompt(const Attention& work) {
+    constexpr int THREADS = 32 * ATTENTION_WARPS, CHUNKS = HD / 8;  // of 16 bytes, of a key
+    constexpr int KEYS = HD <= 128 ? 64 : 32, PARTS = PAGE / KEYS, BUFFER = KEYS * CHUNKS;
+    constexpr int BLOCK_BYTES = kv_block_bytes(KV_F16, HD);
+    constexpr bool ALL_QUERIES = HD <= 128;  // stay in registers; others come from the cache
+    extern __shared__ __align__(128) uint8_t shared[];
+    float4* totals = reinterpret_cast<float4*>(shared) + threadIdx.x;
+    uint4* buffers = reinterpret_cast<uint4*>(shared) + CHUNKS * THREADS;
+    wait_for_predecessor();
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
+    const int n_heads = work.n_heads, group = n_heads / work.n_kv_heads;
+    const float scale = work.scale;
+    const int* span = work.tiles + 6 * blockIdx.z;
+    const int first = (gridDim.x - 1 - blockIdx.x) * work.span_rows;  // those that see most first
+    const int n_rows = min(int(work.span_rows), span[1] - first);
+    if (n_rows <= 0) return;
+    const int slot = span[2], first_position = span[3] + first;
+    const int n_pages = slot < 0 ? 0 : (first_position + n_rows - 1) / PAGE + 1;
+    // What all rows of the warp see, and what one of them does.
+    const int all_see = first_position + 16 * warp / group;
+    const int one_sees = first_position + min((16 * warp + 15) / group, n_rows - 1);
+    int place[2], visible[2];  // of rows g, g + 8: (row, head) of q, last position they see
+    for (int i = 0; i < 2; i++) {
+        const int pair = 16 * warp + g + 8 * i, token = pair / group;
+        visible[i] = first_position + token;
+        place[i] = (span[0] + first + min(token, n_rows - 1)) * n_heads + blockIdx.y * group +
+                   pair % group;
+    }
+
+    // Chunks of a key change places so that the lanes that read at once meet all banks: K at even
+    // and odd pieces of 32 values, V at pairs of chunks.
+    const auto chunk_at = [](int key, int chunk) {
+        return key * CHUNKS + (chunk ^ (key / 4 % 4 | (CHUNKS % 8 ? 0 : key % 2 * 4)));
+    };
+    const int k_key = 4 * (g / 2) + g % 2, v_key = lane % 8 / 2 * 4 + lane / 8 % 2 * 2 + lane % 2;
+    const int k_lane[2] = {chunk_at(k_key, t), chunk_at(k_key, t + 4)};
+    int v_lane[4];
+    for (int i = 0; i < 4; i++) v_lane[i] = chunk_at(v_key, 2 * i + lane / 16);
+    const char* layer = work.pages + kv_offset(work.layer, work.n_pages, 0, work.n_kv_heads,
+                                               blockIdx.y, BLOCK_BYTES);
+    const int* table = work.page_table + int64_t(max(slot, 0)) * work.max_pages;
+    int next = 0;  // part of K or V to fetch, while the one before it is used
+    const auto acquire = [&] {
+        asm volatile("cp.async.wait_all;" ::: "memory");
+        __syncthreads();
+        if (next < 2 * PARTS * n_pages) {
+            const int64_t block = int64_t(table[next / (2 * PARTS)]) * work.n_kv_heads * 2;
+            const char* from = layer + block * BLOCK_BYTES + next % (2 * PARTS) * BUFFER * 16;
+            for (int i = 0; i < BUFFER / THREADS; i++) {
+                const int at = i * THREADS + threadIdx.x;
+                const uint4* to = buffers + next % 2 * BUFFER + chunk_at(at / CHUNKS, at % CHUNKS);
+                copy_async<16>(__cvta_generic_to_shared(to), from + at * 16);
+            }
+        }
+        return buffers + (next++ + 1) % 2 * BUFFER;
+    };
+    acquire();
+    uint4 query[ALL_QUERIES ? HD / 16 : 2];  // A fragments
+    const unsigned zero = unsigned(work.n_pages) >> 31;
+    const auto load_queries = [&](int piece, int to) {
+        const uint4* q = reinterpret_cast<const uint4*>(work.q) + 4 * piece + t;
+        const uint4 x = q[place[0] * CHUNKS], y = q[place[1] * CHUNKS];
+        // Without an operation here the words are copied again for every product.
+        query[to] = make_uint4(x.x | zero, y.x | zero, x.y | zero, y.y | zero);
+        query[to + 1] = make_uint4(x.z | zero, y.z | zero, x.w | zero, y.w | zero);
+    };
+    for (int i = 0; ALL_QUERIES && i < HD / 32; i++) load_queries(i, 2 * i);
+    for (int n = 0; n < CHUNKS; n++) totals[n * THREADS] = make_float4(0, 0, 0, 0);
+    Softmax softmax[2] = {{-INFINITY, 0.0f}, {-INFINITY, 0.0f}};
+
+    for (int first_page = 0; first_page < n_pages; first_page += SEGMENT_PAGES) {
+        float o[CHUNKS][4] = {}, sum[4] = {}, m[2] = {-INFINITY, -INFINITY};
+#pragma unroll 1
+        for (int page = first_page; page < min(first_page + SEGMENT_PAGES, n_pages); page++) {
+            const bool seen = page * PAGE <= one_sees;
+            float score[PAGE / 8][4] = {};
+            for (int part = 0; part < PARTS; part++) {
+                const uint4* keys = acquire();
+#pragma unroll (ALL_QUERIES ? HD / 32 : 2)
+                for (int i = 0; seen && i < HD / 32; i++) {
+                    const int at = ALL_QUERIES ? 2 * i : 0;
+                    if (!ALL_QUERIES) load_queries(i, 0);
+                    for (int n = 0; n < KEYS / 8; n++) {
+                        const uint4 k = keys[k_lane[i % 2] + i / 2 * 8 +
+                                             (16 * (n / 2) + 2 * (n % 2)) * CHUNKS];
+                        mma_fragment(score[part * KEYS / 8 + n], query[at], k.x, k.y);
+                        mma_fragment(score[part * KEYS / 8 + n], query[at + 1], k.z, k.w);
+                    }
+                }
+            }
+            float factor[2], base[2];
+            for (int i = 0; i < 2; i++) {
+                float largest = m[i];
+                for (int n = 0; n < PAGE / 8; n++)
+                    for (int e = 0; e < 2; e++) {
+                        float& x = score[n][2 * i + e];
+                        x = __fmul_rn(x, scale);
+                        const int at = page * PAGE + 16 * (n / 2) + 4 * t + 2 * (n % 2) + e;
+                        if ((page + 1) * PAGE > all_see + 1 && at > visible[i]) x = -INFINITY;
+                        largest = fmaxf(largest, x);
+                    }
+                for (int lanes = 1; lanes < 4; lanes *= 2)
+                    largest = fmaxf(largest, __shfl_xor_sync(ALL_LANES, largest, lanes));
+                factor[i] = rescale_factor(m[i], largest);
+                m[i] = largest;
+                base[i] = largest == -INFINITY ? 0.0f : largest;
+            }
+            uint4 p[PAGE / 16];
+            for (int step = 0; step < PAGE / 16; step++)
+                p[step] = weights_of(score[2 * step], score[2 * step + 1], base);
+            if (__any_sync(ALL_LANES, factor[0] != 1.0f || factor[1] != 1.0f))
+                for (int e = 0; e < 4; e++) {
+                    sum[e] = __fmul_rn(sum[e], factor[e / 2]);
+                    for (int n = 0; n < CHUNKS; n++) o[n][e] = __fmul_rn(o[n][e], factor[e / 2]);
+                }
+            for (int part = 0; part < PARTS; part++) {
+                const uint4* values = acquire();
+                for (int step = 0; seen && step < KEYS / 16; step++) {
+                    const uint4 a = p[part * KEYS / 16 + step];
+                    mma_fragment(sum, a, HALF_ONES, HALF_ONES);
+                    for (int n = 0; n < CHUNKS; n += 2) {
+                        unsigned v[4];
+                        load_transposed(
+                            v, values + v_lane[n / 2 % 4] + n / 8 * 8 + 16 * step * CHUNKS);
+                        mma_fragment(o[n], a, v[0], v[1]);
+                        mma_fragment(o[n + 1], a, v[2], v[3]);
+                    }
+                }
+            }
+        }
+        const float2 up = softmax[0].fold(m[0], sum[0]), down = softmax[1].fold(m[1], sum[2]);
+        for (int n = 0; n < CHUNKS; n++) fold_rows(totals[n * THREADS], o[n], up, down);
+    }
+    for (int i = 0; i < 2; i++) {  // a lane has columns 8 n + 2t, 8 n + 2t + 1
+        if (visible[i] >= first_position + n_rows) continue;
+        const float inverse = inverse_sum(softmax[i].l);
+        for (int n = 0; n < CHUNKS; n++) {
+            const float4 all = totals[n * THREADS];
+            uint4* piece = work.out + piece_at(place[i] / n_heads, place[i] % n_heads * HD + 8 * n,
+                                               work.stride / CHUNK);
+            reinterpret_cast<unsigned*>(piece)[t] =
+                half2_bits(normalised(i ? all.z : all.x, inverse),
+                           normalised(i ? all.w : all.y, inverse));
+        }
+    }
+}
+
+#define ATTENTION_PROMPT(HD)                                                                     \
+    KERNEL __launch_bounds__(32 * ATTENTION_WARPS, 2)                                            \
+    attention_f16_##HD##_prompt(const __grid_constant__ Attention work) {                        \
+        attention_prompt<HD>(work);                                                              \
+    }
+ATTENTION_PROMPT(64)
+ATTENTION_PROMPT(96)
+ATTENTION_PROMPT(128)
+ATTENTION_PROMPT(256)
+
 // Folds the stored segments of each row and head in index order: -> out f16 [rows H / row_heads,
 // stride].
-// PRECOND: grid (rows, H), VW threads in whole warps; stored by an attention kernel over the same
-// rows. One thread holds one column, those past VW the last one too. Reads 4 (VW + 2) bytes a
-// segment; rows with slot < 0 become zero.
+// PRECOND: grid (rows, H, z), whole warps, VW threads over z; stored by an attention kernel over
+// the same rows. One thread holds one column, those past VW the last one too. Reads 4 (VW + 2)
+// bytes a segment; rows with slot < 0 become zero.
 KERNEL __launch_bounds__(512)
 attention_merge(const float* part_values, const float2* part_states, uint4* out,
                 const int* positions, const int* slots, int max_segments, int stride,
@@ -1585,7 +1781,8 @@ attention_merge(const float* part_values, const float2* part_states, uint4* out,
     constexpr int BATCH = 16;  // segments on their way at once
     follow_predecessor();
     const int row = blockIdx.x, row_and_head = row * gridDim.y + blockIdx.y;
-    const int lane = threadIdx.x & 31, column = min(int(threadIdx.x), value_dim - 1);
+    const int lane = threadIdx.x & 31;
+    const int column = min(int(blockIdx.z * blockDim.x + threadIdx.x), value_dim - 1);
     const int n_segments = slots[row] < 0 ? 0 : positions[row] / (SEGMENT_PAGES * PAGE) + 1;
     const int64_t first = int64_t(row_and_head) * max_segments;
     Softmax softmax = {-INFINITY, 0.0f};
@@ -1881,7 +2078,7 @@ KERNEL rope_latent(const float* content, const float* q, const float* kv_a, cons
     for (int d = lane; is_key && d < rank; d += 32) sum += plain[d] * plain[d];
     const float inverse = rsqrtf(warp_sum(sum) / rank + work.eps);
     for (int d = lane; d < head_dim; d += 32) {
-        float value = d < rank ? plain[d] : rotated(turned, d - rank, row, work);
+        float value = d < rank ? plain[d] : rotated(turned, d - rank, turn_of(d - rank, row, work));
         if (is_key && d < rank) value *= inverse * kv_norm[d];
         store_value(place, head_dim, d, value);
     }

@@ -273,8 +273,8 @@ def test_attention_bits(device, monkeypatch, kv_format, head_dim, group):
     _, kv = random_pages(device, rng, cfg, n_pages, kv_format)
     tokens = device.tile_tokens(cfg)
     stored = np.float32 if kv_format == "f32" else np.float16
-    # three stretches: around a page's edge, a segment's edge, and two segments' edge
-    stretches = [range(50, 80), range(245, 270), range(500, 530)]
+    # three stretches: around a page's edge, a segment's edge, and a prompt over two segments' edge
+    stretches = [range(50, 80), range(245, 270), range(385, 530)]
     q = rng.standard_normal((530, cfg.n_heads * head_dim)).astype(stored)
     others = rng.standard_normal((32, cfg.n_heads * head_dim)).astype(stored)
 
@@ -294,7 +294,7 @@ def test_attention_bits(device, monkeypatch, kv_format, head_dim, group):
         for cut in (1, 7, n - 1):  # the rows after the cut sit at other places of their tiles
             parts = rows_of([(0, first, cut), (0, first + cut, n - cut)], q[first:first + n])
             assert np.array_equal(parts, whole)
-        for i in range(0, n, 5):
+        for i in range(0, n, n // 5):
             assert np.array_equal(rows_of([(0, first + i, 1)], q[first + i:first + i + 1])[0],
                                   whole[i])
         at = int(rng.integers(0, 33))

@@ -940,7 +940,8 @@ class Device:
         no bits: the segments of a row are merged in index order either way.
         """
         room = self.multiprocessors * ATTENTION_BLOCKS[cfg.head_dim, cfg.value_dim] // blocks
-        return 1 if segments * segment_bytes > PARTS_LIMIT else max(1, min(room, segments))
+        fits = 0 < segments * segment_bytes <= PARTS_LIMIT
+        return max(1, min(room, segments)) if fits else 1
 
     def delta_conv(self, u, mixer, cfg, layer, kv, batch):
         """c f32 [rows, delta_channels + 2 H_v] = q | k | v | beta | decay of u f32 [rows, .]."""

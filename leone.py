@@ -209,12 +209,12 @@ class Engine:
 
     def scratch_bytes(self):
         """About what the ops of the largest steps will take: float32 results of each width, and
-        logits of all sequences with all drafts."""
+        logits of all sequences with all drafts, each with the 39 KB that sampling keeps of it."""
         cfg = self.cfg
         ff = max(cfg.n_ff, 2 * cfg.n_ff_shared, cfg.n_experts_used * cfg.n_ff_experts)
         row = 6 * cfg.n_embd + 4 * ff + 4 * cfg.n_heads * cfg.head_dim + 3 * cfg.delta_channels
         return 4 * ((self.prefill_chunk + self.max_rows) * row
-                    + self.max_rows * PENDING * cfg.n_vocab)
+                    + self.max_rows * PENDING * (cfg.n_vocab + 10_000))
 
     def bytes_per_step(self, rows):
         """Bytes of weights that a step reads, in the format in which the backend keeps them.

@@ -900,8 +900,7 @@ class Device:
         # A step too large for a graph has prompts, which come behind sequences of one row.
         prompt = rows > GRAPH_SIZES[-1] and kv.format == "f16" and dim in PROMPT_HEADS
         wide = "_wide" if not prompt and rows > tiles and dim <= WIDEST_HEAD else ""
-        single = self.single_rows if prompt else tiles
-        rows = single if prompt else rows
+        single, rows = (self.single_rows, self.single_rows) if prompt else (tiles, rows)
         blocks = -(-heads // ATTENTION_ROWS) if cfg.latent else cfg.n_kv_heads  # of a tile
         busy = max(single, 1) * blocks
         splits = self.attention_splits(cfg, busy, segments, 4 * rows * heads * width)

@@ -356,21 +356,6 @@ class Engine:
             return np.concatenate([self.ops.download(
                 self.forward(self.ops.upload_batch(batch))[0]) for batch in self.chunks(slot, ids)])
 
-    def draft_logits(self, ids):
-        """Teacher-forced logits of the draft head (MTP), float32 [len(ids) - 1, n_vocab]: row i
-        says what follows ids[:i + 2], from the trunk's ids[:i + 1] and the token after them."""
-        ids, rows, ops = self.checked_ids(ids), [], self.ops
-        if not self.cfg.n_mtp or len(ids) < 2:
-            raise RequestError("a draft needs a model with an MTP block and two tokens")
-        with self.lone_sequence(len(ids)) as slot:
-            for batch, ahead in zip(self.chunks(slot, ids[:-1]), self.chunks(slot, ids[1:])):
-                h = model.trunk(self.cfg, self.weights, ops.upload_batch(batch), self.kv, ops)
-                hidden = ops.rmsnorm_f32(h, self.weights.output_norm, self.cfg.rms_eps)
-                logits, _ = model.mtp(self.cfg, self.weights, hidden, ops.upload_batch(ahead),
-                                      self.kv, ops)
-                rows.append(ops.download(logits))
-        return np.concatenate(rows)
-
     @contextlib.contextmanager
     def lone_sequence(self, length):
         """A slot with pages for `length` tokens, between two steps. Raises RequestError."""

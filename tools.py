@@ -114,11 +114,10 @@ def compare_bits(path):
                 logits.append(engine.logits(ids).tobytes())
             engine.prefill_chunk, answers = 64, []
             for others in ([], [draw(20 * n + 5) for n in range(7)]):
-                request, *_ = [engine.submit(prompt, Sampling(seed=1), 16, True, salt=str(others))
-                               for prompt in (ids, *others)]
-                while engine.step():
-                    pass
-                answers.append((request.tokens, request.logprobs))
+                requests = [engine.submit(prompt, Sampling(seed=1), 16, True, salt=str(others))
+                            for prompt in (ids, *others)]
+                finish(engine, requests)
+                answers.append((requests[0].tokens, requests[0].logprobs))
             same[kv_format] = len(set(logits)) == 1 and answers[0] == answers[1]
     return same
 

@@ -75,8 +75,8 @@ OPTIONS = {  # that several commands have
 
 
 def numbers(text):
-    require(re.fullmatch("[1-9][0-9]{0,5}(,[1-9][0-9]{0,5})*", text),
-            f'"{text}" is no list of numbers; give some such as 1,8,64')
+    require(re.fullmatch("[1-9][0-9]{0,3}(,[1-9][0-9]{0,3})*", text),
+            f'"{text}" is no list of numbers below 10,000; give some such as 1,8,64')
     return [int(n) for n in text.split(",")]
 
 

@@ -900,8 +900,7 @@ class Device:
         # A step too large for a graph has prompts, which come behind sequences of one row.
         prompt = rows > GRAPH_SIZES[-1] and kv.format == "f16" and dim in PROMPT_HEADS
         wide = "_wide" if not prompt and rows > tiles and dim <= WIDEST_HEAD else ""
-        single = self.single_rows if prompt else tiles
-        rows = single if prompt else rows
+        single, rows = (self.single_rows, self.single_rows) if prompt else (tiles, rows)
         blocks = -(-heads // ATTENTION_ROWS) if cfg.latent else cfg.n_kv_heads  # of a tile
         busy = max(single, 1) * blocks
         splits = self.attention_splits(cfg, busy, segments, 4 * rows * heads * width)
@@ -940,7 +939,8 @@ class Device:
         no bits: the segments of a row are merged in index order either way.
         """
         room = self.multiprocessors * ATTENTION_BLOCKS[cfg.head_dim, cfg.value_dim] // blocks
-        return 1 if segments * segment_bytes > PARTS_LIMIT else max(1, min(room, segments))
+        fits = 0 < segments * segment_bytes <= PARTS_LIMIT
+        return max(1, min(room, segments)) if fits else 1
 
     def delta_conv(self, u, mixer, cfg, layer, kv, batch):
         """c f32 [rows, delta_channels + 2 H_v] = q | k | v | beta | decay of u f32 [rows, .]."""

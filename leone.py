@@ -209,12 +209,12 @@ class Engine:
 
     def scratch_bytes(self):
         """About what the ops of the largest steps will take: float32 results of each width, and
-        logits of all sequences with all drafts."""
+        logits of all sequences with all drafts, each with the 39 KB that sampling keeps of it."""
         cfg = self.cfg
         ff = max(cfg.n_ff, 2 * cfg.n_ff_shared, cfg.n_experts_used * cfg.n_ff_experts)
         row = 6 * cfg.n_embd + 4 * ff + 4 * cfg.n_heads * cfg.head_dim + 3 * cfg.delta_channels
         return 4 * ((self.prefill_chunk + self.max_rows) * row
-                    + self.max_rows * PENDING * cfg.n_vocab)
+                    + self.max_rows * PENDING * (cfg.n_vocab + 10_000))
 
     def bytes_per_step(self, rows):
         """Bytes of weights that a step reads, in the format in which the backend keeps them.
@@ -355,21 +355,6 @@ class Engine:
         with self.lone_sequence(len(ids)) as slot:
             return np.concatenate([self.ops.download(
                 self.forward(self.ops.upload_batch(batch))[0]) for batch in self.chunks(slot, ids)])
-
-    def draft_logits(self, ids):
-        """Teacher-forced logits of the draft head (MTP), float32 [len(ids) - 1, n_vocab]: row i
-        says what follows ids[:i + 2], from the trunk's ids[:i + 1] and the token after them."""
-        ids, rows, ops = self.checked_ids(ids), [], self.ops
-        if not self.cfg.n_mtp or len(ids) < 2:
-            raise RequestError("a draft needs a model with an MTP block and two tokens")
-        with self.lone_sequence(len(ids)) as slot:
-            for batch, ahead in zip(self.chunks(slot, ids[:-1]), self.chunks(slot, ids[1:])):
-                h = model.trunk(self.cfg, self.weights, ops.upload_batch(batch), self.kv, ops)
-                hidden = ops.rmsnorm_f32(h, self.weights.output_norm, self.cfg.rms_eps)
-                logits, _ = model.mtp(self.cfg, self.weights, hidden, ops.upload_batch(ahead),
-                                      self.kv, ops)
-                rows.append(ops.download(logits))
-        return np.concatenate(rows)
 
     @contextlib.contextmanager
     def lone_sequence(self, length):

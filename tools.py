@@ -114,11 +114,10 @@ def compare_bits(path):
                 logits.append(engine.logits(ids).tobytes())
             engine.prefill_chunk, answers = 64, []
             for others in ([], [draw(20 * n + 5) for n in range(7)]):
-                request, *_ = [engine.submit(prompt, Sampling(seed=1), 16, True, salt=str(others))
-                               for prompt in (ids, *others)]
-                while engine.step():
-                    pass
-                answers.append((request.tokens, request.logprobs))
+                requests = [engine.submit(prompt, Sampling(seed=1), 16, True, salt=str(others))
+                            for prompt in (ids, *others)]
+                finish(engine, requests)
+                answers.append((requests[0].tokens, requests[0].logprobs))
             same[kv_format] = len(set(logits)) == 1 and answers[0] == answers[1]
     return same
 
@@ -331,7 +330,7 @@ def describe_machine(engine):
 
 def write_evidence(result, folder):
     """A Markdown file: the tables of a benchmark, then all that is known of it as JSON."""
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     name = re.sub(r"[^\w.]+", "-", f"{result['card']} {Path(result['file']).stem}")
     tables = ["\n".join(markdown(result[part])) for part in ("decode", "prefill") if result[part]]
     (folder / f"{name}.md").write_text("\n\n".join([
@@ -378,10 +377,11 @@ def bench_prompts(engine, path, as_json=False):
     """What drafts do for the answers to the prompts of a JSON file [{"kind": text, "prompt": list
     of lines}, ..], one after another, through the chat template, up to their end; print a table."""
     try:
-        prompts = [(item["kind"], "\n".join(item["prompt"]))
+        prompts = [(str(item["kind"]), "\n".join([] + item["prompt"]))
                    for item in json.loads(Path(path).read_bytes())]
     except (ValueError, TypeError, LookupError):
-        raise RequestError(f"{path} is no JSON list of objects with a kind and a prompt") from None
+        prompts = []
+    require(prompts, f"{path} is no JSON list of objects with a kind and a list of lines")
     new, repeats = (64, 1) if engine.ops.name == "cpu" else (512, 5)
     records = []
     for kind, text in prompts:
@@ -485,9 +485,6 @@ def bench_server(url, users, api_key=None, as_json=False):
     """
     try:
         model_name, records = time_server(url.rstrip("/"), users, api_key)
-    except HTTPError as error:
-        said = error.read(300).decode(errors="replace")
-        raise RequestError(f"{error.url} answered with status {error.code}: {said}") from None
     except (OSError, HTTPException, ValueError, LookupError, TypeError, AttributeError) as error:
         raise RequestError(f"{url} does not answer like a server of the OpenAI API ({error}); give "
                            "the URL of another one, such as http://127.0.0.1:8080") from None
@@ -502,7 +499,11 @@ def time_server(url, users, api_key):
 
     def ask(path, body=None):
         data = body and json.dumps(body).encode()
-        return opener.open(Request(url + path, data, headers), timeout=SERVE_TIMEOUT)
+        try:
+            return opener.open(Request(url + path, data, headers), timeout=SERVE_TIMEOUT)
+        except HTTPError as error:
+            said = error.read(300).decode(errors="replace")
+            raise RequestError(f"{error.url} answered with status {error.code}: {said}") from None
 
     def answer(number):
         """(milliseconds to the first token, tokens)"""
@@ -512,10 +513,10 @@ def time_server(url, users, api_key):
                 max_tokens=ANSWER, temperature=0, ignore_eos=True, stream=True,
                 stream_options=dict(include_usage=True))) as response:
             for line in response:
-                event = json.loads(line[6:]) if line.startswith(b"data: {") else {}
-                require("error" not in event, f"{url} failed: {event.get('error')}")
+                event = json.loads(line[5:]) if re.match(rb"data: *{", line) else {}
+                require(not event.get("error"), f"{url} failed: {event.get('error')}")
                 delta = event["choices"][0]["delta"] if event.get("choices") else {}
-                if delta.get("content") or delta.get("reasoning_content"):
+                if any(map(delta.get, ("content", "reasoning_content", "reasoning"))):
                     first = first or 1e3 * (time.perf_counter() - began)
                 tokens = (event.get("usage") or {}).get("completion_tokens", tokens)
         require(first and tokens, f"{url} gave no text, or did not say of how many tokens")

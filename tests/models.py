@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import leone
+import model
 
 GOLDEN = Path(__file__).resolve().parent / "golden"
 SMOL = GOLDEN.parent.parent / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -53,3 +54,16 @@ def engine(path, backend, **options):
 def greedy(engine, ids, count):
     events = engine.generate(ids, leone.Sampling(temperature=0), max_tokens=count, ignore_eos=True)
     return [event.token for event in events]
+
+
+def draft_logits(engine, ids):
+    """Teacher-forced logits of the draft head (MTP), float32 [len(ids) - 1, n_vocab]: row i says
+    what follows ids[:i + 2], from the trunk's ids[:i + 1] and the token after them."""
+    rows, ops, cfg, weights = [], engine.ops, engine.cfg, engine.weights
+    with engine.lone_sequence(len(ids)) as slot:
+        for batch, ahead in zip(engine.chunks(slot, ids[:-1]), engine.chunks(slot, ids[1:])):
+            h = model.trunk(cfg, weights, ops.upload_batch(batch), engine.kv, ops)
+            hidden = ops.rmsnorm_f32(h, weights.output_norm, cfg.rms_eps)
+            logits, _ = model.mtp(cfg, weights, hidden, ops.upload_batch(ahead), engine.kv, ops)
+            rows.append(ops.download(logits))
+    return np.concatenate(rows)

@@ -207,6 +207,29 @@ def test_bench_in_a_small_context(tmp_path):
     assert json.loads(text.split("```json")[1].split("```")[0]) == out
 
 
+@pytest.mark.parametrize("prompts, problem", (
+    ([], "is no JSON list"), ([{"kind": "code", "prompt": "no list"}], "is no JSON list"),
+    ([{"kind": "code"}], "is no JSON list"), ("[", "is no JSON list")))
+def test_bench_of_prompts_that_are_none(tmp_path, prompts, problem):
+    path = tmp_path / "prompts.json"
+    path.write_text(prompts if isinstance(prompts, str) else json.dumps(prompts))
+    run = leone("bench", "-m", TINY, "--ctx", 300, "--backend", "cpu", "--draft", "ngram",
+                "--prompts", path)
+    assert run.returncode == 2 and problem in run.stderr and run.stderr.count("\n") == 1
+
+
+def test_bench_of_prompts(monkeypatch, capsys, tmp_path):
+    """A kind may be anything; an answer is the same with drafts, and its tokens are counted."""
+    path = tmp_path / "prompts.json"
+    path.write_text('[{"kind": 5, "prompt": ["ab ab ab ab", "ab"]}, {"kind": [], "prompt": ["c"]}]')
+    with engine_module.Engine(str(TINY), "cpu", context=1024, max_rows=1, draft="ngram") as engine:
+        monkeypatch.setattr(engine, "chat_tokens", lambda messages: engine.tokenize(
+            messages[0]["content"]))
+        tools.bench_prompts(engine, path)
+    out = capsys.readouterr().out
+    assert "kind" in out and "median gain" in out
+
+
 def test_bench_tells_the_time_of_python_from_that_of_the_card(monkeypatch, capsys):
     class Card(reference.Reference):
         """The results of a step are there 20 ms after they were asked for."""

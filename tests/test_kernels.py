@@ -53,6 +53,14 @@ def heads_config(head_dim, group, n_kv_heads, rope_dim=None, neox=True, n_layers
     return cfg
 
 
+def test_segments_of_attention_are_split_while_their_parts_fit():
+    """A step that only reads prompts has no parts, nor memory for them."""
+    card = SimpleNamespace(multiprocessors=132)
+    splits = [device_module.Device.attention_splits(card, heads_config(128, 4, 8), 8, 512, nbytes)
+              for nbytes in (1 << 14, 0, 1 << 20)]
+    assert splits == [66, 1, 1]
+
+
 def raw_rows(device, x):
     """The f16 values of Activations [rows, padded cols], without their scale."""
     return device_module.unpack_rows(device.download(x.data))[:x.rows]

@@ -1368,7 +1368,8 @@ def test_bench_of_a_server_that_breaks_off(capsys):
             [b"garbage\r\n"], [ok(b"<html>")], [ok(b"[]")], [ok(b'{"data": []}')],
             [ok(models), ok(b"hello\n")], [ok(models), ok(b'data: {"choices": [3]}\n')],
             [ok(models), ok(b'data: {"error": {"message": "no"}}\n')],
-            [ok(models), ok(b'data: {"cho')], [ok(models), b""]):
+            [ok(models), ok(b'data: {"cho')], [ok(models), b""],
+            [ok(models), b"HTTP/1.1 500 No\r\nTransfer-Encoding: chunked\r\n\r\nff\r\nhalf"]):
         listener = socket.create_server(("127.0.0.1", 0))
 
         def answer():

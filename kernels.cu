@@ -2462,8 +2462,8 @@ sample_cut(const Sampler s) {
             __syncthreads();
             cut = found;
             uint64_t up_to = cut.before.count + cut.inside.count;
-            if (by_weight ? cut.inside.count <= LISTED : up_to <= max(limit, uint64_t(LISTED)))
-                return cut;
+            if (cut.inside.count <= LISTED &&
+                (by_weight || up_to <= max(limit, uint64_t(LISTED)))) return cut;
             cut.bins = {cut.bins.lowest_key(cut.bin), cut.bins.lowest_key(cut.bin - 1), top};
             while (cut.bins.high - 1 - cut.bins.low >> cut.bins.shift >= BINS) cut.bins.shift++;
             sample_histogram(s, cut.bins, 0, 1);

@@ -40,20 +40,6 @@ DEVICE void follow_predecessor() {
     wait_for_predecessor();
 }
 
-// True in the last of `blocks` blocks to call this: it sees what the others wrote. `arrived` is
-// zero before the first and after the last.
-__device__ bool last_to_arrive(unsigned& arrived, unsigned blocks) {
-    __shared__ bool last;
-    __syncthreads();
-    if (threadIdx.x == 0) {  // its fences are for all: the barriers order the block
-        __threadfence();
-        last = atomicInc(&arrived, blocks - 1) == blocks - 1;
-        __threadfence();
-    }
-    __syncthreads();
-    return last;
-}
-
 // An int in a struct that is the one parameter of a kernel: device.py gives each value 8 bytes.
 struct alignas(8) Int {
     int value;
@@ -72,7 +58,7 @@ DEVICE float warp_sum(float x) {
 DEVICE float warp_max(float x) {
     return warp_all(x, [](float a, float b) { return fmaxf(a, b); });
 }
-// The same of values >= 0, whose bits are in their order.
+// The largest of values >= 0, whose bits are in their order.
 DEVICE float warp_largest(float x) {
     return __uint_as_float(__reduce_max_sync(ALL_LANES, __float_as_uint(x)));
 }
@@ -2189,6 +2175,20 @@ DEVICE int id_of_key(uint64_t key) { return int(~uint32_t(key)); }
 template <class T>
 DEVICE T larger(T a, T b) { return a > b ? a : b; }
 DEVICE uint64_t plus(uint64_t a, uint64_t b) { return a + b; }
+
+// True in the last of `blocks` blocks to call this: it sees what the others wrote. `arrived` is
+// zero before the first and after the last.
+__device__ bool last_to_arrive(unsigned& arrived, unsigned blocks) {
+    __shared__ bool last;
+    __syncthreads();
+    if (threadIdx.x == 0) {  // its fences are for all: the barriers order the block
+        __threadfence();
+        last = atomicInc(&arrived, blocks - 1) == blocks - 1;
+        __threadfence();
+    }
+    __syncthreads();
+    return last;
+}
 
 // Every thread gets op over the x of its block; op is exact and commutative.
 template <class T, class Op>

@@ -193,8 +193,8 @@ FEW_ROWS = 8  # of a step whose kernels are launched early
 FEW_KERNELS = {"linear_few_8": (256, 2), "linear_few_8_three": (256, 3), "linear_few_16": (256, 2),
                "linear_experts_8": (128, 6)}
 # Those for more: rows and columns of y that a block holds, its threads and KB of shared memory (see
-# `BlockShape` in kernels.cu); us on an H200, at K = 4096, of the first block on each multiprocessor
-# and of each further one.
+# `linear_staged` in kernels.cu); us on an H200, at K = 4096, of the first block on each
+# multiprocessor and of each further one.
 MORE_KERNELS = {"linear_16x96": (16, 96, 256, 84, 12, 9), "linear_32x32": (32, 32, 256, 92, 7, 5),
                 "linear_32x64": (32, 64, 256, 96, 10, 9), "linear_32x96": (32, 96, 256, 98, 15, 15),
                 "linear_32x192": (32, 192, 128, 49, 31, 22),
@@ -567,8 +567,7 @@ class Device:
     def pages(self, cfg, n_pages, kv_format, n_states=0, pending=1):
         """Zeroed storage for `n_pages` pages of all layers, with `states` for the recurrent layers
         of `n_states` sequences. Raises DeviceError."""
-        problem = model_problem(cfg, kv_format)
-        if problem:
+        if problem := model_problem(cfg, kv_format):
             raise DeviceError(problem)
         for key in [key for key in self.scratch if key[0] == "repack"]:  # the weights are there
             self.free(self.scratch.pop(key))

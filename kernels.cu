@@ -46,18 +46,19 @@ struct alignas(8) Int {
     DEVICE operator int() const { return value; }
 };
 
-// Butterfly: every lane ends with the same sum, added in the same order whatever the grid.
+// Butterfly: every lane ends with the same result, whose order is the same whatever the grid.
+template <class T, class Op>
+DEVICE T warp_all(T x, Op op, int lanes = 32) {
+    for (int o = lanes / 2; o > 0; o >>= 1) x = op(x, __shfl_xor_sync(ALL_LANES, x, o));
+    return x;
+}
 DEVICE float warp_sum(float x) {
-    for (int o = 16; o > 0; o >>= 1) x = __fadd_rn(x, __shfl_xor_sync(ALL_LANES, x, o));
-    return x;
+    return warp_all(x, [](float a, float b) { return __fadd_rn(a, b); });
 }
-
 DEVICE float warp_max(float x) {
-    for (int o = 16; o > 0; o >>= 1) x = fmaxf(x, __shfl_xor_sync(ALL_LANES, x, o));
-    return x;
+    return warp_all(x, [](float a, float b) { return fmaxf(a, b); });
 }
-
-// The same of values >= 0, whose bits are in their order.
+// The largest of values >= 0, whose bits are in their order.
 DEVICE float warp_largest(float x) {
     return __uint_as_float(__reduce_max_sync(ALL_LANES, __float_as_uint(x)));
 }
@@ -131,6 +132,10 @@ constexpr unsigned HALF2_M0 = 0x80008000, HALF2_2 = 0x40004000,
                    HALF2_1024 = 0x64006400, HALF2_M1152 = 0xe480e480, HALF2_64 = 0x54005400,
                    HALF2_2_M17 = 0x00800080;
 
+DEVICE int chunks_of(int cols) { return (cols + 127) / 128 * 2; }
+DEVICE int parts_of(int chunks) { return (chunks + PART_CHUNKS - 1) / PART_CHUNKS; }
+DEVICE int tiles_of(int rows) { return (rows + TILE_ROWS - 1) / TILE_ROWS; }
+
 template <int FORMAT>
 struct Packed {
     static constexpr FormatSizes SIZE = SIZES[FORMAT];
@@ -142,16 +147,14 @@ struct Packed {
         FORMAT == F16 ? 1 : SIZE.scale_words + SIZE.half2s;  // 1: an array has no 0 elements
 
     static DEVICE int scales_at(int chunks) { return chunks * CHUNK_BYTES; }
-    static DEVICE int blocks_at(int chunks, int parts) {
-        return scales_at(chunks) + parts * SCALE_BYTES;
+    static DEVICE int blocks_at(int chunks) {
+        return scales_at(chunks) + parts_of(chunks) * SCALE_BYTES;
     }
     static DEVICE int64_t tile_bytes(int chunks) {
-        const int parts = (chunks + PART_CHUNKS - 1) / PART_CHUNKS;
-        return (blocks_at(chunks, parts) + parts * BLOCK_BYTES + 127) / 128 * 128;
+        return (blocks_at(chunks) + parts_of(chunks) * BLOCK_BYTES + 127) / 128 * 128;
     }
 };
 
-DEVICE int chunks_of(int cols) { return (cols + 127) / 128 * 2; }
 DEVICE unsigned half2_bits(float low, float high) {
     return __half_as_ushort(__float2half_rn(low)) |
            unsigned(__half_as_ushort(__float2half_rn(high))) << 16;
@@ -263,9 +266,8 @@ template <int FORMAT>
 DEVICE void load_scales(const uint8_t* tile, int chunks, int part, int lane,
                         unsigned (&words)[Packed<FORMAT>::SCALE_WORDS]) {
     using P = Packed<FORMAT>;
-    const int parts = (chunks + PART_CHUNKS - 1) / PART_CHUNKS;
     const uint8_t* scales = tile + P::scales_at(chunks) + part * P::SCALE_BYTES;
-    const uint8_t* blocks = tile + P::blocks_at(chunks, parts) + part * P::BLOCK_BYTES;
+    const uint8_t* blocks = tile + P::blocks_at(chunks) + part * P::BLOCK_BYTES;
     constexpr int OWN = P::SIZE.scale_words, SHARED = P::SIZE.half2s;
     if constexpr (OWN > 0) load_weights<OWN>(scales + 4 * OWN * lane, words);
     if constexpr (SHARED > 0) load_weights<SHARED>(blocks + 4 * SHARED * (lane >> 2), words + OWN);
@@ -418,7 +420,6 @@ struct Linear {
 
 // The row of y of a token of a tile, and the row of x of that. Here their own; see `ScatteredRows`.
 struct OwnRows {
-    static constexpr bool OWN = true;
     DEVICE int y(int token) const { return token; }
     DEVICE int x_of(int y_row) const { return y_row; }
 };
@@ -445,8 +446,8 @@ DEVICE void linear_few(const Product& product, const Place& place, const Rows& r
 
     const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
     const int warp = __shfl_sync(ALL_LANES, threadIdx.x >> 5, 0);  // known to be uniform
-    const int chunks = product.chunks, parts = (chunks + PART_CHUNKS - 1) / PART_CHUNKS;
-    const int tiles = (place.rows + TILE_ROWS - 1) / TILE_ROWS;
+    const int chunks = product.chunks, parts = parts_of(chunks);
+    const int tiles = tiles_of(place.rows);
     const auto exists = [=](int part, int c) {
         return P::WHOLE_PARTS ? part < parts : part * PART_CHUNKS + c < chunks;
     };
@@ -594,42 +595,33 @@ DEVICE void barrier_sync(int id, int threads) {
 DEVICE void barrier_arrive(int id, int threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
-// Shape of a thread block: GROUPS groups take the parts in turn. The WARPS warps of a group take
-// ROW_TILES 16-row tiles each and share the tokens of a chunk: TOKEN_TILES times 8.
+// A thread block has ROWS rows of x and COLUMNS of y. Its GROUPS groups take the parts in turn. The
+// WARPS warps of a group take as many tiles each and share the tokens of a chunk.
 // Shared memory: RING_KB of [group][slot][tokens, then each tile's words of a chunk], with as many
 // slots as fit, then totals.
-template <int ROW_TILES_, int TOKEN_TILES_, int WARPS_, int GROUPS_, int RING_KB_>
-struct BlockShape {
-    static constexpr int ROW_TILES = ROW_TILES_, TOKEN_TILES = TOKEN_TILES_, WARPS = WARPS_,
-                         GROUPS = GROUPS_, RING_KB = RING_KB_;
-    static constexpr int THREADS = 32 * WARPS * GROUPS;
-    static constexpr int TILES = ROW_TILES * WARPS;
-    static constexpr int TOKEN_BYTES = 8 * TOKEN_TILES * CHUNK * 2;
-};
-
-template <int FORMAT, typename Shape, typename Rows>
+template <int FORMAT, int ROWS, int COLUMNS, int WARPS, int GROUPS, int RING_KB, typename Rows>
 DEVICE void linear_staged(const Product& product, const Place& place, const Rows& rows,
                           int first_token, uint8_t* shared) {
     using P = Packed<FORMAT>;
-    constexpr int ROW_TILES = Shape::ROW_TILES, TOKEN_TILES = Shape::TOKEN_TILES,
-                  GROUPS = Shape::GROUPS;
+    constexpr int TILES = COLUMNS / TILE_ROWS, ROW_TILES = TILES / WARPS, TOKEN_TILES = ROWS / 8;
+    constexpr int TOKEN_BYTES = ROWS * CHUNK * 2;
     constexpr bool DIRECT = FORMAT == F16;  // its words are the operands: nothing to gain in a ring
     constexpr int WORD_BYTES = DIRECT ? 0 : P::CHUNK_BYTES;
-    constexpr int SLOT_BYTES = Shape::TOKEN_BYTES + Shape::TILES * WORD_BYTES;
+    constexpr int SLOT_BYTES = TOKEN_BYTES + TILES * WORD_BYTES;
     // A group takes STEP chunks from barrier to barrier, and loads up to STEPS - 1 such in advance.
-    constexpr int FITTING = Shape::RING_KB * 1024 / (GROUPS * SLOT_BYTES);
+    constexpr int FITTING = RING_KB * 1024 / (GROUPS * SLOT_BYTES);
     constexpr int STEP = FITTING < 4 ? 1 : 2, STEPS = FITTING < 16 ? FITTING / STEP : 8;
     static_assert(STEPS > 1);
     constexpr int RING_BYTES = STEPS * STEP * SLOT_BYTES;
-    constexpr int GROUP_THREADS = 32 * Shape::WARPS;
+    constexpr int GROUP_THREADS = 32 * WARPS;
     constexpr int COPIES = 64 * TOKEN_TILES / GROUP_THREADS;  // of 16 bytes, a thread's share
     constexpr int BATCH = TOKEN_TILES < 4 ? TOKEN_TILES : 4;  // token tiles of a burst of products
 
     const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
     const int warp = __shfl_sync(ALL_LANES, threadIdx.x >> 5, 0);  // known to be uniform
-    const int group = warp / Shape::WARPS, member = warp % Shape::WARPS;
-    const int chunks = product.chunks, parts = (chunks + PART_CHUNKS - 1) / PART_CHUNKS;
-    const int tile = place.index * Shape::TILES + member * ROW_TILES;
+    const int group = warp / WARPS, member = warp % WARPS;
+    const int chunks = product.chunks, parts = parts_of(chunks);
+    const int tile = place.index * TILES + member * ROW_TILES;
     const uint8_t* tiles[ROW_TILES];
     for (int m = 0; m < ROW_TILES; m++) {  // past the end: the last tile again, stored by nobody
         const int last = (place.rows - 1) / TILE_ROWS;
@@ -639,18 +631,14 @@ DEVICE void linear_staged(const Product& product, const Place& place, const Rows
     // A slot holds a chunk: pieces of the tokens, then words of the tiles as in the packed tile,
     // where each lane copies and reads its own.
     const unsigned ring = unsigned(__cvta_generic_to_shared(shared)) + group * RING_BYTES;
-    const unsigned own_words = Shape::TOKEN_BYTES + member * ROW_TILES * WORD_BYTES;
+    const unsigned own_words = TOKEN_BYTES + member * ROW_TILES * WORD_BYTES;
     const int thread = threadIdx.x - group * GROUP_THREADS;
     unsigned copied[COPIES];  // what this thread copies of x, in pieces
-    for (int i = 0; i < COPIES; i++) {  // past the end: the last tokens again, dropped later
-        const int piece = thread + i * GROUP_THREADS, tile = piece / CHUNK_PIECES * 8;
-        if constexpr (Rows::OWN) {
-            const int token = min(first_token + tile, (product.rows - 1) / 8 * 8);
-            copied[i] = piece_of(token, 0, piece % CHUNK_PIECES, chunks);
-        } else {
-            copied[i] = piece_of(rows.x_of(rows.y(tile + lane / 4)), 0, lane % 4, chunks) +
-                        piece % CHUNK_PIECES / 32 * (CHUNK_PIECES / 2);
-        }
+    for (int i = 0; i < COPIES; i++) {  // past the end: the last token again, dropped later
+        const int piece = thread + i * GROUP_THREADS;
+        const int token = min(first_token + piece / CHUNK_PIECES * 8 + g, product.rows - 1);
+        copied[i] = piece_of(rows.x_of(rows.y(token)), 0, t, chunks) +
+                    piece % CHUNK_PIECES / 32 * (CHUNK_PIECES / 2);
     }
     constexpr int STEP_BYTES = STEP * SLOT_BYTES;
     unsigned slots = ring, far_slots = ring;  // of the step that is read, of the one to be fetched
@@ -745,29 +733,22 @@ DEVICE void linear_staged(const Product& product, const Place& place, const Rows
                 for (int i = 0; i < P::SIZE.scale_words / 2; i++)
                     scales[m][i] = scales[m][i + P::SIZE.scale_words / 2];
         }
-        if constexpr (GROUPS == 1) {
-            for (int i = 0; i < ROW_TILES * TOKEN_TILES * 4; i++)
-                (&total[0][0][0])[i] = __fadd_rn((&total[0][0][0])[i], (&sum[0][0][0])[i]);
-        } else {
-            // The total goes from group to group in part order, lane to lane. Barrier GROUPS + i
-            // tells group i that its predecessor has written.
-            static_assert(2 * GROUPS <= 16, "a block has 16 barriers");
-            if (part > 0) barrier_sync(GROUPS + group, 2 * GROUP_THREADS);
-            float4* shared_total = reinterpret_cast<float4*>(shared + GROUPS * RING_BYTES) +
-                                   member * ROW_TILES * TOKEN_TILES * 32 + lane;
-            for (int m = 0; m < ROW_TILES; m++)
-                for (int n = 0; n < TOKEN_TILES; n++) {
-                    float4* at = shared_total + (m * TOKEN_TILES + n) * 32;
-                    const float4 before = part > 0 ? *at : float4{};
-                    float(&after)[4] = total[m][n];
-                    after[0] = __fadd_rn(before.x, sum[m][n][0]);
-                    after[1] = __fadd_rn(before.y, sum[m][n][1]);
-                    after[2] = __fadd_rn(before.z, sum[m][n][2]);
-                    after[3] = __fadd_rn(before.w, sum[m][n][3]);
-                    if (part + 1 < parts) *at = {after[0], after[1], after[2], after[3]};
-                }
-            if (part + 1 < parts) barrier_arrive(GROUPS + (group + 1) % GROUPS, 2 * GROUP_THREADS);
-        }
+        // With several groups the total goes from group to group in part order, lane to lane.
+        // Barrier GROUPS + i tells group i that its predecessor has written.
+        static_assert(2 * GROUPS <= 16, "a block has 16 barriers");
+        const bool takes = GROUPS > 1 && part > 0, gives = GROUPS > 1 && part + 1 < parts;
+        if (takes) barrier_sync(GROUPS + group, 2 * GROUP_THREADS);
+        float4* at = reinterpret_cast<float4*>(shared + GROUPS * RING_BYTES) +
+                     member * ROW_TILES * TOKEN_TILES * 32 + lane;
+        for (int m = 0; m < ROW_TILES; m++)
+            for (int n = 0; n < TOKEN_TILES; n++, at += 32) {
+                float4& all = *reinterpret_cast<float4*>(total[m][n]);
+                if (GROUPS > 1) all = takes ? *at : float4{};
+                for (int i = 0; i < 4; i++)
+                    total[m][n][i] = __fadd_rn(total[m][n][i], sum[m][n][i]);
+                if (gives) *at = all;
+            }
+        if (gives) barrier_arrive(GROUPS + (group + 1) % GROUPS, 2 * GROUP_THREADS);
     }
     if ((parts - 1) % GROUPS != group) return;  // the group of the last part has the totals
 
@@ -801,33 +782,32 @@ DEVICE void linear_staged(const Product& product, const Place& place, const Rows
     }
 }
 
-template <typename Shape>
+template <int ROWS, int... SHAPE>
 DEVICE void linear_block(const Linear& work) {
     extern __shared__ __align__(128) uint8_t shared[];
     // The successor starts when these blocks end: it would take room from those that still wait.
     wait_for_predecessor();
     const Place place = place_in(work.stack, blockIdx.y);
     with_format(place.format, [&](auto format) {
-        linear_staged<format, Shape>(
-            work.product, place, OwnRows(), blockIdx.x * 8 * Shape::TOKEN_TILES, shared);
+        linear_staged<format, ROWS, SHAPE...>(work.product, place, OwnRows(), blockIdx.x * ROWS,
+                                              shared);
     });
 }
 
 // As linear_few_8 for any number of rows: ROWS rows of x and COLUMNS of a row block in each block.
 // PRECOND: grid (ceil(rows / ROWS), sum of blocks). Lane 4g+t of a warp ends with rows 2t, 2t+1 and
 // columns g, g+8 of its 8 x 16 tiles. Reads a weight once per ROWS, x once per COLUMNS (from L2).
-#define LINEAR_BLOCK(ROWS, COLUMNS, BLOCKS, ...)                                                 \
-    using Block##ROWS##x##COLUMNS = BlockShape<__VA_ARGS__>;                                     \
-    KERNEL __launch_bounds__(Block##ROWS##x##COLUMNS::THREADS, BLOCKS)                           \
+#define LINEAR_BLOCK(ROWS, COLUMNS, BLOCKS, WARPS, GROUPS, RING_KB)                              \
+    KERNEL __launch_bounds__(32 * WARPS * GROUPS, BLOCKS)                                        \
     linear_##ROWS##x##COLUMNS(const __grid_constant__ Linear work) {                             \
-        linear_block<Block##ROWS##x##COLUMNS>(work);                                             \
+        linear_block<ROWS, COLUMNS, WARPS, GROUPS, RING_KB>(work);                               \
     }
-LINEAR_BLOCK(16, 96, 2, 3, 2, 2, 4, 78)
-LINEAR_BLOCK(32, 32, 2, 1, 4, 2, 4, 88)
-LINEAR_BLOCK(32, 64, 2, 2, 4, 2, 4, 88)
-LINEAR_BLOCK(32, 96, 1, 3, 4, 2, 4, 86)
-LINEAR_BLOCK(32, 192, 2, 3, 4, 4, 1, 49)
-LINEAR_BLOCK(64, 128, 2, 2, 8, 4, 1, 49)
+LINEAR_BLOCK(16, 96, 2, 2, 4, 78)
+LINEAR_BLOCK(32, 32, 2, 2, 4, 88)
+LINEAR_BLOCK(32, 64, 2, 2, 4, 88)
+LINEAR_BLOCK(32, 96, 1, 2, 4, 86)
+LINEAR_BLOCK(32, 192, 2, 4, 1, 49)
+LINEAR_BLOCK(64, 128, 2, 4, 1, 49)
 #undef LINEAR_BLOCK
 
 // ---- embed -------------------------------------------------------------------------------------
@@ -848,7 +828,7 @@ KERNEL embed(const uint8_t* packed, const float* weight_scale, const int* tokens
         return;
     }
     const float scale = weight_scale[token];
-    const int parts = (chunks + PART_CHUNKS - 1) / PART_CHUNKS, r = token >> 3 & 1;
+    const int parts = parts_of(chunks), r = token >> 3 & 1;
     with_format(format, [&](auto format) {
         constexpr int FORMAT = format;
         using P = Packed<FORMAT>;
@@ -1883,7 +1863,7 @@ DEVICE void repack_tile(const uint8_t* source, uint8_t* packed, float* weight_sc
     constexpr int FORMAT = Row::FLOATS ? F16 : SOURCE;
     using P = Packed<FORMAT>;
     __shared__ float factors[TILE_ROWS];
-    const int chunks = chunks_of(cols), parts = (chunks + PART_CHUNKS - 1) / PART_CHUNKS;
+    const int chunks = chunks_of(cols), parts = parts_of(chunks);
     const auto row_at = [=](int r) {
         const int row = blockIdx.x * TILE_ROWS + r;
         return Row{source + int64_t(row) * (cols / Row::VALUES) * Row::BYTES,
@@ -1971,7 +1951,7 @@ DEVICE void repack_tile(const uint8_t* source, uint8_t* packed, float* weight_sc
         }
     }
     if constexpr (P::BLOCK_BYTES > 0) {
-        unsigned* blocks = reinterpret_cast<unsigned*>(packed + P::blocks_at(chunks, parts));
+        unsigned* blocks = reinterpret_cast<unsigned*>(packed + P::blocks_at(chunks));
         constexpr int WORDS = P::SIZE.half2s;
         for (int i = threadIdx.x; i < parts * 8 * WORDS; i += blockDim.x)
             blocks[i] = half2_of(i / WORDS % 8, i / (8 * WORDS) * PART_CHUNKS * CHUNK, i % WORDS);
@@ -2196,12 +2176,21 @@ template <class T>
 DEVICE T larger(T a, T b) { return a > b ? a : b; }
 DEVICE uint64_t plus(uint64_t a, uint64_t b) { return a + b; }
 
-// Every thread gets op over the x of its warp, or of its block; op is exact and commutative.
-template <class T, class Op>
-DEVICE T warp_all(T x, Op op, int lanes = 32) {
-    for (int o = lanes / 2; o > 0; o >>= 1) x = op(x, __shfl_xor_sync(ALL_LANES, x, o));
-    return x;
+// True in the last of `blocks` blocks to call this: it sees what the others wrote. `arrived` is
+// zero before the first and after the last.
+__device__ bool last_to_arrive(unsigned& arrived, unsigned blocks) {
+    __shared__ bool last;
+    __syncthreads();
+    if (threadIdx.x == 0) {  // its fences are for all: the barriers order the block
+        __threadfence();
+        last = atomicInc(&arrived, blocks - 1) == blocks - 1;
+        __threadfence();
+    }
+    __syncthreads();
+    return last;
 }
+
+// Every thread gets op over the x of its block; op is exact and commutative.
 template <class T, class Op>
 DEVICE T block_all(T x, Op op) {
     __shared__ T partial[SAMPLE_WARPS];
@@ -2302,12 +2291,8 @@ struct Sampler {
     // Four logits as they are in memory; behind the last one -inf.
     DEVICE void read_raw(int id, float (&l)[4]) const {
         const float* from = row_logits() + id;
-        if (n_vocab % 4 == 0 && id < n_vocab) {
-            float4 four = *reinterpret_cast<const float4*>(from);
-            l[0] = four.x, l[1] = four.y, l[2] = four.z, l[3] = four.w;
-        } else {
-            for (int j = 0; j < 4; j++) l[j] = id + j < n_vocab ? from[j] : -INFINITY;
-        }
+        if (n_vocab % 4 == 0 && id < n_vocab) *reinterpret_cast<float4*>(l) = load4(from);
+        else for (int j = 0; j < 4; j++) l[j] = id + j < n_vocab ? from[j] : -INFINITY;
     }
 
     // Penalties and bias.
@@ -2355,19 +2340,6 @@ struct Sampler {
         if (__dsub_rn(double(l), double(top)) < row().min_gap) return 0;
         double score = __dadd_rn(__dadd_rn(x_of(l, top), gumbel(word)), 32.0);
         return uint64_t(__dmul_rn(score, double(1LL << SCORE_BITS))) << ID_BITS | (MOST_ID - id);
-    }
-
-    // True in the block that is the last of its row to call this: it sees what the others wrote.
-    DEVICE bool last_of_row() const {
-        __shared__ bool last;
-        __syncthreads();
-        if (threadIdx.x == 0) {             // its fences are for all: the barriers order the block
-            __threadfence();
-            last = atomicInc(&state().arrived, gridDim.x - 1) == gridDim.x - 1;     // then 0 again
-            __threadfence();
-        }
-        __syncthreads();
-        return last;
     }
 };
 
@@ -2441,7 +2413,7 @@ sample_cut(const Sampler s) {
     const float scale = float((BINS - 1) / REACH * row.inverse_temperature);
     const SampleBins bins{0, state.top + 1, top, scale, -1};
     sample_histogram(s, bins, blockIdx.x, gridDim.x);
-    if (!s.last_of_row()) return;
+    if (!last_to_arrive(s.state().arrived, gridDim.x)) return;
 
     __shared__ SampleCut found;
     auto take_sums = [&] {                  // of this thread's bin
@@ -2462,8 +2434,8 @@ sample_cut(const Sampler s) {
             __syncthreads();
             cut = found;
             uint64_t up_to = cut.before.count + cut.inside.count;
-            if (by_weight ? cut.inside.count <= LISTED : up_to <= max(limit, uint64_t(LISTED)))
-                return cut;
+            if (cut.inside.count <= LISTED &&
+                (by_weight || up_to <= max(limit, uint64_t(LISTED)))) return cut;
             cut.bins = {cut.bins.lowest_key(cut.bin), cut.bins.lowest_key(cut.bin - 1), top};
             while (cut.bins.high - 1 - cut.bins.low >> cut.bins.shift >= BINS) cut.bins.shift++;
             sample_histogram(s, cut.bins, 0, 1);
@@ -2564,7 +2536,7 @@ sample(const Sampler s) {
     if (sound && row.inverse_temperature > 0.0) {
         uint64_t best = block_all(sample_best(s, top, token), larger<uint64_t>);
         if (threadIdx.x == 0) atomicMax(&s.state().best, (unsigned long long)best);
-        if (!s.last_of_row()) return;
+        if (!last_to_arrive(s.state().arrived, gridDim.x)) return;
         if (s.filters()) best = block_all(sample_listed(s, top), larger<uint64_t>);
         token = MOST_ID - int(max(best, uint64_t(s.state().best)) & MOST_ID);
     } else if (blockIdx.x > 0) return;
@@ -2731,27 +2703,16 @@ DEVICE void list_items(const Routing& work, int (&counts)[MOST_EXPERTS]) {
 KERNEL __launch_bounds__(32 * ROUTE_ROWS) route(const __grid_constant__ Routing work) {
     __shared__ float scores[ROUTE_ROWS][MOST_EXPERTS];
     __shared__ int counts[MOST_EXPERTS];
-    __shared__ bool last;
     let_successor_start();
     for (int e = threadIdx.x; e < MOST_EXPERTS; e += blockDim.x) counts[e] = 0;
     wait_for_predecessor();
     const int warp = threadIdx.x / 32, row = blockIdx.x * ROUTE_ROWS + warp;
     if (row < work.rows) route_row(work, row, scores[warp]);
-    if (gridDim.x > 1) {
-        __threadfence();
-        __syncthreads();
-        if (threadIdx.x == 0) last = atomicInc(work.finished, gridDim.x - 1) == gridDim.x - 1;
-        __syncthreads();
-        if (!last) return;
-        __threadfence();
-    }
-    __syncthreads();
-    list_items(work, counts);
+    if (last_to_arrive(*work.finished, gridDim.x)) list_items(work, counts);
 }
 
 // The tokens of an item, by their rows of y; `per_x` neighbours of these share a row of x.
 struct ScatteredRows {
-    static constexpr bool OWN = false;
     const int* pairs;  // that the item's tokens are, or null: every step-th row
     int first, step, last, per_x;
     DEVICE int y(int token) const {  // past the end: the last token again
@@ -2782,9 +2743,8 @@ DEVICE void with_item(const LinearExperts& work, Body body) {
     product.weight_scale += int64_t(item.x) * product.columns;
     Place place = place_in(work.linear.stack, blockIdx.x);
     with_format(place.format, [&](auto format) {
-        const int tiles = (place.rows + TILE_ROWS - 1) / TILE_ROWS;
-        using P = Packed<format>;
-        place.packed += P::tile_bytes(product.chunks) * tiles * item.x;
+        place.packed +=
+            Packed<format>::tile_bytes(product.chunks) * tiles_of(place.rows) * item.x;
         body(format, product, place,
              ScatteredRows{work.pairs, item.y, work.heads, item.z - 1, work.per_x});
     });
@@ -2807,13 +2767,12 @@ linear_experts_8(const __grid_constant__ LinearExperts work) {
 
 // The same with items of <= 32 tokens, and 128 columns a block: x comes from L2 for each of them.
 // PRECOND: grid (sum of blocks, items), 256 threads.
-using ExpertRows = BlockShape<1, 4, 8, 1, 40>;
-KERNEL __launch_bounds__(ExpertRows::THREADS, 3)
+KERNEL __launch_bounds__(256, 3)
 linear_experts_some(const __grid_constant__ LinearExperts work) {
     extern __shared__ __align__(128) uint8_t shared[];
     wait_for_predecessor();
     with_item<32>(work, [&](auto format, const Product& product, const Place& place, auto rows) {
-        linear_staged<format, ExpertRows>(product, place, rows, 0, shared);
+        linear_staged<format, 32, 128, 8, 1, 40>(product, place, rows, 0, shared);
     });
 }
 

@@ -659,6 +659,8 @@ def sample_logits(rng, kind, n_vocab):
         return np.where(rng.random(n_vocab) < 0.99, np.float32(-np.inf), normal * 5)
     if kind == "huge":
         return normal * np.float32(1e37)
+    if kind == "edge":                      # more tokens than a list holds in the last of all bins
+        return np.where(rng.random(n_vocab) < 0.3, np.float32(-28.02), np.minimum(normal, 0))
     if kind == "half":
         return (normal * 4).astype(np.float16).astype(np.float32)
     return normal * np.float32(3) + (normal > 3) * np.float32(6)
@@ -680,6 +682,8 @@ def sample_cases(rng, n_vocab):
             extra = dict(repetition_penalty=1.3, presence_penalty=0.7, frequency_penalty=-0.3,
                          logit_bias=bias)
             kind = "cancel" if temperature == 0 else kind
+        if temperature == 1 and top_k > n_vocab and top_p == 1:
+            kind, extra = "edge", {}
         yield kind, sampling.Sampling(temperature, top_k, top_p, min_p, **extra,
                                       seed=int(rng.integers(0, 2**63)))
 

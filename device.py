@@ -202,6 +202,7 @@ MORE_KERNELS = {"linear_16x96": (16, 96, 256, 84, 12, 9), "linear_32x32": (32, 3
 EXPERTS_SOME = 32, 128, 256, 40  # likewise
 REPACK_THREADS = 256
 MOST_EXPERTS, MOST_GROUPS = 512, 32  # that `route` can choose from
+MOST_TOKENS = 1 << 20  # of a vocabulary that `sample` can draw from
 
 
 def packing_of(tensor):
@@ -309,6 +310,8 @@ def model_problem(cfg, kv_format):
     elif cfg.n_experts > MOST_EXPERTS or cfg.router_groups > MOST_GROUPS:
         problem = (f"the CUDA kernels know at most {MOST_EXPERTS} experts a layer in {MOST_GROUPS} "
                    f"groups, this model has {cfg.n_experts} in {cfg.router_groups}")
+    elif cfg.n_vocab > MOST_TOKENS:
+        problem = f"the CUDA kernels sample from at most {MOST_TOKENS:,} tokens, not {cfg.n_vocab:,}"
     elif cfg.n_state_layers and (cfg.delta_dim != DELTA_DIM or cfg.delta_v_heads % 2
                                  or cfg.conv_width > MOST_TAPS):
         problem = (f"the CUDA kernels take delta nets with an even number of heads of {DELTA_DIM} "

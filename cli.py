@@ -68,8 +68,8 @@ OPTIONS = {  # that several commands have
                             help="prompt tokens of one step (default 512)"),
     "--draft": dict(default="auto", metavar="HOW",
                     help="where tokens are drafted, which never changes the answer: off, ngram, "
-                         "mtp (the model's own head) or the GGUF file of a smaller model (default: "
-                         "mtp, or ngram where there is no head)"),
+                         "mtp (the model's own head), the GGUF file of a smaller model, or auto: "
+                         "mtp, or ngram where there is no head (default; of bench: off)"),
     "--json": dict(action="store_true", help="print one JSON object"),
 }
 
@@ -252,12 +252,14 @@ def run_tokenize(args):
 
 def run_bench(args):
     require(bool(args.model) != bool(args.serve),
-            "give a model with -m FILE, or a running server with --serve URL")
+            "give either a model with -m FILE or a running server with --serve URL")
     if args.serve:
         return tools.bench_server(args.serve, args.users, args.api_key, args.json)
     require(0 <= (args.synthetic_acceptance or 0) <= 1, "--synthetic-acceptance must be 0 to 1")
     require((args.synthetic_acceptance, args.prompts) == (None, None) or args.draft != "off",
             "--synthetic-acceptance and --prompts need drafts; say --draft ngram, mtp or a path")
+    if args.evidence:  # a folder that cannot be made is known before anything is measured
+        Path(args.evidence).mkdir(parents=True, exist_ok=True)
     with open_engine(args, max_rows=max(args.rows)) as engine:
         if args.prompts:
             return tools.bench_prompts(engine, args.prompts, args.json)

@@ -311,7 +311,7 @@ def model_problem(cfg, kv_format):
         problem = (f"the CUDA kernels know at most {MOST_EXPERTS} experts a layer in {MOST_GROUPS} "
                    f"groups, this model has {cfg.n_experts} in {cfg.router_groups}")
     elif cfg.n_vocab > MOST_TOKENS:
-        problem = f"the CUDA kernels sample from at most {MOST_TOKENS:,} tokens, not {cfg.n_vocab:,}"
+        problem = f"the CUDA kernels draw from at most {MOST_TOKENS:,} tokens, not {cfg.n_vocab:,}"
     elif cfg.n_state_layers and (cfg.delta_dim != DELTA_DIM or cfg.delta_v_heads % 2
                                  or cfg.conv_width > MOST_TAPS):
         problem = (f"the CUDA kernels take delta nets with an even number of heads of {DELTA_DIM} "

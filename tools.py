@@ -379,9 +379,10 @@ def bench_prompts(engine, path, as_json=False):
     try:
         prompts = [(str(item["kind"]), "\n".join([] + item["prompt"]))
                    for item in json.loads(Path(path).read_bytes())]
-    except (ValueError, TypeError, LookupError):
+    except (ValueError, TypeError, LookupError, RecursionError):
         prompts = []
-    require(prompts, f"{path} is no JSON list of objects with a kind and a list of lines")
+    require(prompts, f'{path} is no JSON list of {{"kind": text, "prompt": list of lines}}; see '
+            "tests/prompts.json")
     new, repeats = (64, 1) if engine.ops.name == "cpu" else (512, 5)
     records = []
     for kind, text in prompts:
@@ -465,8 +466,8 @@ def weight_bytes(name, args):
 
 # ---- bench --serve -------------------------------------------------------------------------------
 
-# Tokens of each answer, runs that count, seconds without a byte.
-ANSWER, SERVE_REPEATS, SERVE_TIMEOUT = 128, 3, 600
+# Tokens of each answer, runs that count, seconds to say which model it is and without a byte.
+ANSWER, SERVE_REPEATS, HELLO_TIMEOUT, SERVE_TIMEOUT = 128, 3, 20, 600
 LANGUAGES = "Python", "C", "Rust", "Go", "Java", "JavaScript", "Haskell", "Lua"
 TASKS = ("reverses a linked list", "splits a line of CSV with quotes", "sorts by merging",
          "finds the shortest way through a grid", "evaluates an arithmetic expression",
@@ -483,11 +484,13 @@ def bench_server(url, users, api_key=None, as_json=False):
     """Time a server of the OpenAI API, this one or another, with each number of `users` at once,
     each of whom asks for ANSWER tokens; print a table. Raises RequestError if one gets no answer.
     """
+    require(url.startswith(("http://", "https://")),
+            f"{url} is no URL of a server; give one such as http://127.0.0.1:8080")
     try:
         model_name, records = time_server(url.rstrip("/"), users, api_key)
     except (OSError, HTTPException, ValueError, LookupError, TypeError, AttributeError) as error:
         raise RequestError(f"{url} does not answer like a server of the OpenAI API ({error}); give "
-                           "the URL of another one, such as http://127.0.0.1:8080") from None
+                           "the URL of one that runs, such as http://127.0.0.1:8080") from None
     print(json.dumps(dict(model=model_name, tokens=ANSWER, serve=records)) if as_json else
           "\n".join([f"{model_name}, {ANSWER} tokens for each user", "", *markdown(records)]))
 
@@ -498,9 +501,9 @@ def time_server(url, users, api_key):
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {api_key or 'none'}"}
 
     def ask(path, body=None):
-        data = body and json.dumps(body).encode()
+        data, timeout = body and json.dumps(body).encode(), SERVE_TIMEOUT if body else HELLO_TIMEOUT
         try:
-            return opener.open(Request(url + path, data, headers), timeout=SERVE_TIMEOUT)
+            return opener.open(Request(url + path, data, headers), timeout=timeout)
         except HTTPError as error:
             said = error.read(300).decode(errors="replace")
             raise RequestError(f"{error.url} answered with status {error.code}: {said}") from None

@@ -47,7 +47,7 @@ def heads_config(head_dim, group, n_kv_heads, rope_dim=None, neox=True, n_layers
         n_layers=n_layers, n_kv_layers=n_layers, n_state_layers=0, n_heads=group * n_kv_heads,
         n_kv_heads=n_kv_heads, head_dim=head_dim, value_dim=head_dim, latent=False, q_gated=False,
         rms_eps=1e-6, attn_scale=head_dim ** -0.5, rope_dim=rope_dim, rope_neox=neox,
-        n_experts=0, router_groups=1,
+        n_experts=0, router_groups=1, n_vocab=512,
         rope_sets=(tuple(short), tuple(short / 3)), rope_magnitude=1.19)
     cfg.kv_bytes_per_token = lambda kv_format: Config.kv_bytes_per_token(cfg, kv_format)
     return cfg

@@ -734,10 +734,11 @@ DEVICE void linear_staged(const Product& product, const Place& place, const Rows
                     scales[m][i] = scales[m][i + P::SIZE.scale_words / 2];
         }
         // With several groups the total goes from group to group in part order, lane to lane.
-        // Barrier GROUPS + i tells group i that its predecessor has written.
-        static_assert(2 * GROUPS <= 16, "a block has 16 barriers");
+        // Barrier `turn` of a warp tells it that this warp of the group before has written.
+        static_assert((1 + WARPS) * GROUPS <= 16, "a block has 16 barriers");
+        const auto turn = [=](int group) { return (1 + member) * GROUPS + group % GROUPS; };
         const bool takes = GROUPS > 1 && part > 0, gives = GROUPS > 1 && part + 1 < parts;
-        if (takes) barrier_sync(GROUPS + group, 2 * GROUP_THREADS);
+        if (takes) barrier_sync(turn(group), 64);
         float4* at = reinterpret_cast<float4*>(shared + GROUPS * RING_BYTES) +
                      member * ROW_TILES * TOKEN_TILES * 32 + lane;
         for (int m = 0; m < ROW_TILES; m++)
@@ -748,7 +749,7 @@ DEVICE void linear_staged(const Product& product, const Place& place, const Rows
                     total[m][n][i] = __fadd_rn(total[m][n][i], sum[m][n][i]);
                 if (gives) *at = all;
             }
-        if (gives) barrier_arrive(GROUPS + (group + 1) % GROUPS, 2 * GROUP_THREADS);
+        if (gives) barrier_arrive(turn(group + 1), 64);
     }
     if ((parts - 1) % GROUPS != group) return;  // the group of the last part has the totals
 

@@ -65,7 +65,7 @@ def printable(text):
 def progress(text, last=False):
     """Show on a terminal how far something is; the next line to be printed takes its place."""
     if sys.stderr.isatty():
-        print(text, end="\r\033[K" if last else "\r", file=sys.stderr, flush=True)
+        print(text, end="\r\033[K" if last else "\033[K\r", file=sys.stderr, flush=True)
 
 
 # ---- doctor: what a model is and what this machine can do with it --------------------------------
@@ -280,6 +280,7 @@ def bench(engine, rows, profile=False, as_json=False, synthetic=None, folder=Non
                   prefill=[])
     for n in rows:
         run(n, PROMPT, 4)  # builds the graphs
+        progress(f"decoding {n} rows")
         _, decoding, hosts = map(sorted, zip(*(run(n, PROMPT, new) for _ in range(repeats))))
         slowest, speed, fastest = (n * (new - 1) / decoding[i] for i in (-1, repeats // 2, 0))
         gigabytes = speed / n * engine.bytes_per_step(n) / 1e9
@@ -292,6 +293,7 @@ def bench(engine, rows, profile=False, as_json=False, synthetic=None, folder=Non
             result["drafts"].append(bench_drafts(engine, prompts, new, repeats, synthetic))
     longest = min(engine.page_table.shape[1] * PAGE - 1, engine.cfg.n_ctx)
     for length in (length for length in prefills if length < longest):
+        progress(f"reading {length} tokens")
         run(1, length, 1)
         seconds = sorted(run(1, length, 1)[0] for _ in range(repeats))
         slowest, speed, fastest = (length / seconds[i] for i in (-1, repeats // 2, 0))
@@ -300,6 +302,7 @@ def bench(engine, rows, profile=False, as_json=False, synthetic=None, folder=Non
             tflop_per_s=2e-12 * engine.weights.active_parameters * speed))
     if profile:
         result["ops"] = profile_ops(engine, rng)
+    progress("", last=True)
     print(json.dumps(result) if as_json else "\n".join(bench_table(result)))
     if folder:
         write_evidence(result, Path(folder))
@@ -386,12 +389,14 @@ def bench_prompts(engine, path, as_json=False):
     new, repeats = (64, 1) if engine.ops.name == "cpu" else (512, 5)
     records = []
     for kind, text in prompts:
+        progress(f"prompt {len(records) + 1} of {len(prompts)}")
         ids = engine.chat_tokens([dict(role="user", content=text)])
         found = bench_drafts(engine, [ids], new, repeats, ignore_eos=False)
         del found["synthetic_acceptance"], found["right_by_place"], found["rows"]
         records.append(dict(kind=kind, prompt_tokens=len(ids), **found))
     gains = {kind: float(np.median([r["gain"] for r in records if r["kind"] == kind]))
              for kind, _ in prompts}
+    progress("", last=True)
     print(json.dumps(dict(prompts=records, median_gain=gains)) if as_json else
           "\n".join([*columns(records), "", "median gain", *columns([gains])]))
 
@@ -535,6 +540,7 @@ def time_server(url, users, api_key):
         model_name = json.load(response)["data"][0]["id"]
     with ThreadPoolExecutor(max(users)) as pool:
         for count in users:
+            progress(f"{count} users")
             run(count)  # builds the graphs
             speeds, firsts = zip(*(run(count) for _ in range(SERVE_REPEATS)))
             slowest, speed, fastest = np.quantile(speeds, (0, 0.5, 1)).tolist()

@@ -1345,7 +1345,7 @@ def test_bench_of_what_is_no_server(instant, capsys):
     free = socket.socket()
     free.bind(("127.0.0.1", 0))  # nobody listens there
     mistakes = {"http://127.0.0.1:%d" % free.getsockname()[1]: "does not answer",
-                instant.url + "/v1": "status 404", "nonsense": "like a server of the OpenAI API",
+                instant.url + "/v1": "status 404", "nonsense": "is no URL", "ftp://x": "is no URL",
                 "http://": "does not answer", "http://[": "such as http"}
     with serve(InstantEngine(context=4)) as small, serve(InstantEngine("")) as silent:
         capsys.readouterr()  # the servers' log

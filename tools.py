@@ -65,7 +65,7 @@ def printable(text):
 def progress(text, last=False):
     """Show on a terminal how far something is; the next line to be printed takes its place."""
     if sys.stderr.isatty():
-        print(text, end="\r\033[K" if last else "\033[K\r", file=sys.stderr, flush=True)
+        print(text, end="\r\033[K" if last else "\r", file=sys.stderr, flush=True)
 
 
 # ---- doctor: what a model is and what this machine can do with it --------------------------------

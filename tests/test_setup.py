@@ -273,10 +273,11 @@ def test_code_lines_are_counted_as_promised(name, text, lines):
 
 
 def test_budget_fails_above_its_limits():
-    counts = {"kernels.cu": 2300, "leone.py": 800}
-    core, total = check.CORE_LIMIT, check.TOTAL_LIMIT
+    kernels, core, total = check.FILE_LIMITS["kernels.cu"], check.CORE_LIMIT, check.TOTAL_LIMIT
+    counts = {"kernels.cu": kernels, "leone.py": check.FILE_LIMIT}
     assert not list(check.budget_problems(counts, core, total))
-    over = check.budget_problems({"kernels.cu": 2301, "leone.py": 801}, core + 1, total + 1)
+    over = check.budget_problems({name: count + 1 for name, count in counts.items()},
+                                 core + 1, total + 1)
     assert [line.split(":")[0] for line in over] == ["kernels.cu", "leone.py", "core", "all files"]
 
 

@@ -1,4 +1,4 @@
-"""Sampling: the parameters of a request, and the float64 oracle that says which token they draw.
+"""Sampling: the parameters of a request, and the oracle that says which token they draw.
 
 The token is a pure function of one row of float32 logits, the parameters, the seed, the choice
 index and the position. `sample` in kernels.cu computes the same function, to the last token.

@@ -36,14 +36,13 @@ import model
 import receipts
 import spec
 from errors import LeoneError, ModelError, DeviceError, Overloaded, RequestError, require
-from kv import PAGE, Batch, PagePool, PrefixCache, Snapshot, SnapshotCache, common_prefix
+from kv import FEED, PAGE, Batch, PagePool, PrefixCache, Snapshot, SnapshotCache, common_prefix
 from sampling import ROW, Sampling, check_number
 from sessions import Sessions
 from tokenizer import Tokenizer
 
 VERSION = "0.1.0"
 PENDING = spec.MAX_DRAFT + 1  # most tokens of a sequence outside of its recurrent state
-FEED = -1  # token of a row whose token is still on the device: the last one sampled for its slot
 LOGIT_ROWS = 64  # rows of logits computed at a time when all are wanted
 SNAPSHOT_TOKENS = 8192  # of a long prompt, after which the recurrent state is remembered
 

@@ -798,7 +798,7 @@ class Device:
             stack = lambda values: (*values, *(None,) * (STACK - len(blocks)))
             self.launch(name, grid, threads, (
                 x.data, x.scale, w.weight_scale.at(4 * column), w.bias and w.bias.at(4 * column),
-                y.at(4 * column), x.rows, w.rows, chunks_of(w.cols), add,
+                y.at(4 * column), x.rows, w.rows, chunks_of(w.cols), add, False,
                 *stack(b.packed for b in blocks), *stack(b.rows for b in blocks), *stack(shares),
                 sum(FORMAT_NUMBERS[b.format] << 8 * j for j, b in enumerate(blocks)), *rest), smem)
             column += sum(b.rows for b in blocks)

@@ -72,6 +72,11 @@ DEVICE float row_scale_factor(float largest) {
     return __uint_as_float(unsigned(exponent + 127) << 23);
 }
 
+// Relative error 1e-6; 0 for large negative x, where the exponential overflows.
+DEVICE float times_sigmoid(float x, float gate) { return __fdividef(x, 1.0f + __expf(-gate)); }
+DEVICE float silu(float x) { return times_sigmoid(x, x); }
+DEVICE float4 silu(float4 x) { return make_float4(silu(x.x), silu(x.y), silu(x.z), silu(x.w)); }
+
 // D += A B: A 16 weight rows x 16 k, B 16 k x 8 tokens, f16 inputs, f32 accumulators.
 DEVICE void mma_16x8x16(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
     asm volatile(
@@ -380,13 +385,24 @@ struct Product {
     const float* bias;          // [columns] or null
     float* y;                   // [rows, columns]
     Int rows, columns, chunks;
-    Int add;  // y += instead of y =
+    Int add;   // y += instead of y =
+    Int silu;  // y is silu(gate) * up instead: see store_silu
 };
 
 // One element of y from its sum and what it is added to. `scale` is that of the token times that of
 // the weight row, a power of two: exact.
 DEVICE float result(float sum, float scale, float bias, float before) {
     return __fadd_rn(before, __fadd_rn(__fmul_rn(sum, scale), bias));
+}
+
+// One f16 of silu(gate) * up, in the pieces that the next product reads. A tile holds eight rows of
+// gate, then the same eight of up; `column` is that of gate. The scale of `up` has a power of two
+// that keeps the product below 2^15: see Device.gated.
+DEVICE void store_silu(const Product& product, int row, int column, float gate, float up) {
+    const int index = (column + column % TILE_ROWS) / 2;
+    uint4* piece = reinterpret_cast<uint4*>(product.y) +
+                   piece_at(row, index, chunks_of(product.columns / 2));
+    reinterpret_cast<__half*>(piece)[index % 8] = __float2half_rn(silu(gate) * up);
 }
 
 // A stack of up to four row blocks, each of one format. Their outputs lie side by side in y.
@@ -425,6 +441,47 @@ struct OwnRows {
     DEVICE int y(int token) const { return token; }
     DEVICE int x_of(int y_row) const { return y_row; }
 };
+
+// Stores what a lane has of tiles of 16 weight rows x 8 tokens, as the tensor core leaves it: sums
+// of `row` and row + 8 of each tile, for `token` and token + 1 of each.
+template <int ROW_TILES, int TOKEN_TILES, typename Rows>
+DEVICE void store_totals(const Product& product, const Place& place, const Rows& rows, int row,
+                         int token, const float (&total)[ROW_TILES][TOKEN_TILES][4]) {
+    const int column = place.column + row;
+    float scale[2 * ROW_TILES], bias[2 * ROW_TILES];  // of the rows row + 8 r
+    bool real[2 * ROW_TILES];
+    for (int r = 0; r < 2 * ROW_TILES; r++) {
+        real[r] = row + 8 * r < place.rows;
+        scale[r] = load_if(real[r], product.weight_scale + column + 8 * r, 0.0f);
+        bias[r] = load_if(real[r] && product.bias, product.bias + column + 8 * r, 0.0f);
+    }
+#pragma unroll
+    for (int n = 0; n < TOKEN_TILES; n++) {
+        int y_row[2];
+        float* to[2];
+        float before[2][2 * ROW_TILES], token_scale[2];
+        for (int i = 0; i < 2; i++) {
+            const bool inside = token + 8 * n + i < product.rows;
+            y_row[i] = rows.y(token + 8 * n + i);
+            to[i] = inside ? product.y + int64_t(y_row[i]) * product.columns + column : nullptr;
+            token_scale[i] = load_if(inside && product.x_scale,
+                                     product.x_scale + rows.x_of(y_row[i]), 1.0f);
+            for (int r = 0; r < 2 * ROW_TILES; r++)
+                before[i][r] = load_if(inside && real[r] && product.add, to[i] + 8 * r, 0.0f);
+        }
+        for (int i = 0; i < 2; i++) {
+            float y[2 * ROW_TILES];
+            for (int r = 0; r < 2 * ROW_TILES; r++)
+                y[r] = result(total[r / 2][n][r % 2 * 2 + i], token_scale[i] * scale[r], bias[r],
+                              before[i][r]);
+            for (int r = 0; r < 2 * ROW_TILES; r++) {
+                if (!to[i] || !real[r]) continue;
+                if (!product.silu) to[i][8 * r] = y[r];
+                else if (r % 2 == 0) store_silu(product, y_row[i], column + 8 * r, y[r], y[r + 1]);
+            }
+        }
+    }
+}
 
 // ---- few rows: each warp of a block takes a chain of a tile -----------------------------------
 
@@ -542,7 +599,14 @@ DEVICE void linear_few(const Product& product, const Place& place, const Rows& r
                 total = __fadd_rn(total, own[i * TOKENS * FEW_STRIDE]);
         }
         if (BLOCKS > 2) load_rest();
-        if (mine) *to = result(total, row_scale * token_scale, bias, before);
+        const float y = result(total, row_scale * token_scale, bias, before);
+        if (product.silu) {
+            const float up = __shfl_down_sync(ALL_LANES, y, TILE_ROWS / 2);
+            if (mine && threadIdx.x % TILE_ROWS < TILE_ROWS / 2)
+                store_silu(product, y_row, column, y, up);
+        } else if (mine) {
+            *to = y;
+        }
     }
 }
 
@@ -759,34 +823,7 @@ DEVICE void linear_staged(const Product& product, const Place& place, const Rows
     }
     if ((chains - 1) % GROUPS != group) return;  // the group of the last chain has the totals
 
-    const int row = tile * TILE_ROWS + g, column = place.column + row;
-    float scale[2 * ROW_TILES], bias[2 * ROW_TILES];  // of the rows row + 8 r
-    bool real[2 * ROW_TILES];
-    for (int r = 0; r < 2 * ROW_TILES; r++) {
-        real[r] = row + 8 * r < place.rows;
-        scale[r] = load_if(real[r], product.weight_scale + column + 8 * r, 0.0f);
-        bias[r] = load_if(real[r] && product.bias, product.bias + column + 8 * r, 0.0f);
-    }
-#pragma unroll
-    for (int n = 0; n < TOKEN_TILES; n++) {
-        float* to[2];
-        float before[2][2 * ROW_TILES], token_scale[2];
-        for (int i = 0; i < 2; i++) {
-            const int token = first_token + 8 * n + 2 * t + i;
-            const bool inside = token < product.rows;
-            const int y_row = rows.y(token);
-            to[i] = inside ? product.y + int64_t(y_row) * product.columns + column : nullptr;
-            token_scale[i] =
-                inside ? load_if(product.x_scale, product.x_scale + rows.x_of(y_row), 1.0f) : 0.0f;
-            for (int r = 0; r < 2 * ROW_TILES; r++)
-                before[i][r] = load_if(inside && real[r] && product.add, to[i] + 8 * r, 0.0f);
-        }
-        for (int i = 0; i < 2; i++)
-            for (int r = 0; r < 2 * ROW_TILES; r++)
-                if (to[i] && real[r])
-                    to[i][8 * r] = result(total[r / 2][n][r % 2 * 2 + i], token_scale[i] * scale[r],
-                                          bias[r], before[i][r]);
-    }
+    store_totals(product, place, rows, tile * TILE_ROWS + g, first_token + 2 * t, total);
 }
 
 template <int ROWS, int... SHAPE>
@@ -1117,11 +1154,6 @@ rope_kv(const float* qkv, const float* q_norm, const float* k_norm, int gated,
         store_value(place, head_dim, d, d < turning ? rotated(heads[warp], d, turn[i]) : x[i]);
     }
 }
-
-// Relative error 1e-6; 0 for large negative x, where the exponential overflows.
-DEVICE float times_sigmoid(float x, float gate) { return __fdividef(x, 1.0f + __expf(-gate)); }
-DEVICE float silu(float x) { return times_sigmoid(x, x); }
-DEVICE float4 silu(float4 x) { return make_float4(silu(x.x), silu(x.y), silu(x.z), silu(x.w)); }
 
 // x[r] = silu(gate) * up: gate_up f32 [rows, 2 cols], gate first -> x f16 [rows, stride], scale.
 // PRECOND: grid (rows), at most 1024 threads; cols % 4 = 0; stride = cols rounded up to 128.

@@ -2,7 +2,7 @@
 // kernels whose name begins with that of an op are parts of it.
 //
 //     linear     weights in packed 4 to 16 bit formats times rows of activations; embed
-//     small      rmsnorm, rope_angles, rope_kv, silu_mul, copy_page
+//     small      rmsnorm, rope_angles, rope_kv, copy_page
 //     attention  paged, in segments of 256 positions
 //     beyond     loading, f32 KV, latent attention, sampling, experts, gated delta nets
 //
@@ -955,8 +955,7 @@ DEVICE float largest_of(float4 x) {
 }
 
 // A row that a block goes over twice; values(i) gives those at i .. i + 3 as float4, zeros from
-// cols on. A thread holds its first ones in registers: 12288 columns of silu_mul on an H200 take
-// 2.5 us instead of 3.7. Those of a very long row it computes again.
+// cols on. A thread holds its first ones in registers; those of a very long row it computes again.
 constexpr int HELD = 3;
 template <typename Values>
 struct Row {
@@ -1153,19 +1152,6 @@ rope_kv(const float* qkv, const float* q_norm, const float* k_norm, int gated,
         if (d >= head_dim) break;
         store_value(place, head_dim, d, d < turning ? rotated(heads[warp], d, turn[i]) : x[i]);
     }
-}
-
-// x[r] = silu(gate) * up: gate_up f32 [rows, 2 cols], gate first -> x f16 [rows, stride], scale.
-// PRECOND: grid (rows), at most 1024 threads; cols % 4 = 0; stride = cols rounded up to 128.
-// One block holds one row. Moves 8 cols + 2 stride bytes a row.
-KERNEL silu_mul(const float* gate_up, uint4* x, float* scale, int cols, int stride) {
-    wait_for_predecessor();
-    let_successor_start();  // when the routes are there: see LinearExperts
-    const float* row = gate_up + int64_t(blockIdx.x) * 2 * cols;
-    Row product([=](int i) {
-        return silu(load4_if(i < cols, row + i)) * load4_if(i < cols, row + cols + i);
-    }, cols);
-    product.store_scaled(product.largest_of_all(), 1.0f, stride, x, scale);
 }
 
 // Page `target` of every layer becomes a copy of page `source`.
@@ -1884,6 +1870,18 @@ struct SourceRow {
     // 8-bit scale of a sub-block of 16 (Q6_K), plus 128.
     __device__ unsigned scale(int k) const { return block(k)[192 + k % 256 / 16] ^ 128; }
 
+    __device__ float weight(int k) const {
+        if constexpr (FLOATS) return value(k);
+        const float n = float(integer(k));
+        if constexpr (SOURCE == Q4_K || SOURCE == Q5_K) {
+            const uint2 sub_block = scale_and_min(k);
+            return d(k) * sub_block.x * n - min(k) * sub_block.y;
+        }
+        if constexpr (SOURCE == Q6_K) return d(k) * (float(scale(k)) - 128.0f) * (n - 32.0f);
+        if constexpr (SOURCE == Q4_1) return d(k) * n + min(k);
+        return d(k) * (n - (SOURCE == Q8_0 ? 128.0f : 8.0f));
+    }
+
     // What must fit in f16 once multiplied by the row's power of two: see row_scale_factor.
     __device__ float largest_of_block(int k) const {
         if constexpr (FLOATS) return fabsf(value(k));
@@ -1897,14 +1895,15 @@ struct SourceRow {
 
 template <int SOURCE>
 DEVICE void repack_tile(const uint8_t* source, uint8_t* packed, float* weight_scale, int rows,
-                        int cols) {
+                        int cols, const float* norm, float* squares) {
     using Row = SourceRow<SOURCE>;
     constexpr int FORMAT = Row::FLOATS ? F16 : SOURCE;
     using P = Packed<FORMAT>;
     __shared__ float factors[TILE_ROWS];
     const int chunks = chunks_of(cols), parts = parts_of(chunks);
     const auto row_at = [=](int r) {
-        const int row = blockIdx.x * TILE_ROWS + r;
+        int row = blockIdx.x * TILE_ROWS + r;
+        if (norm) row = blockIdx.x * 8 + r % 8 + (r < 8 ? 0 : rows / 2);
         return Row{source + int64_t(row) * (cols / Row::VALUES) * Row::BYTES,
                    row < rows ? cols : 0};
     };
@@ -1914,9 +1913,14 @@ DEVICE void repack_tile(const uint8_t* source, uint8_t* packed, float* weight_sc
         float largest = 0.0f;
         for (int k = threadIdx.x % 32 * Row::VALUES; k < row.cols; k += 32 * Row::VALUES)
             largest = fmaxf(largest, row.largest_of_block(k));
+        float sum = 0.0f;
+        for (int k = threadIdx.x % 32; norm && k < row.cols; k += 32)
+            sum += row.weight(k) * norm[k] * row.weight(k) * norm[k];
+        sum = warp_sum(sum);
         const float factor = row_scale_factor(warp_max(largest));
         if (threadIdx.x % 32 == 0) {
             factors[r] = factor;
+            if (norm) squares[blockIdx.x * TILE_ROWS + r] = sum;
             if (row.cols)
                 weight_scale[blockIdx.x * TILE_ROWS + r] =
                     (FORMAT == F16 ? 1.0f : P::K_SCALES ? 0x1p20f : 0x1p24f) / factor;
@@ -1998,12 +2002,15 @@ DEVICE void repack_tile(const uint8_t* source, uint8_t* packed, float* weight_sc
 }
 
 // packed tiles and weight_scale [rows] from `rows` rows of `cols` values as they lie in the file.
+// With `norm` [cols] they are rows of gate, then of up: a tile takes eight of each, and squares
+// [rows] gets the sum of (weight * norm)^2 of each row, in the order of the tiles.
 // PRECOND: grid (ceil(rows / 16)), 256 threads; source 4-byte aligned; packed 128-byte aligned.
 // A block holds one tile of 16 rows. Moves the source (scales and floats twice) and the tile.
 #define REPACK(SOURCE)                                                                           \
     KERNEL __launch_bounds__(256) linear_repack_##SOURCE(                                        \
-        const uint8_t* source, uint8_t* packed, float* weight_scale, int rows, int cols) {       \
-        repack_tile<SOURCE>(source, packed, weight_scale, rows, cols);                           \
+        const uint8_t* source, uint8_t* packed, float* weight_scale, int rows, int cols,         \
+        const float* norm, float* squares) {                                                     \
+        repack_tile<SOURCE>(source, packed, weight_scale, rows, cols, norm, squares);            \
     }
 REPACK(Q4_K) REPACK(Q5_K) REPACK(Q6_K)
 REPACK(Q8_0) REPACK(Q4_0) REPACK(Q4_1)
@@ -2797,8 +2804,8 @@ constexpr int EXPERT_CHAINS = 4;
 KERNEL __launch_bounds__(32 * EXPERT_CHAINS, 6)
 linear_experts_8(const __grid_constant__ LinearExperts work) {
     __shared__ float sums[2][FEW_SUMS<EXPERT_CHAINS, 8>];
-    let_successor_start();
     if (!work.known) wait_for_predecessor();
+    let_successor_start();  // when the items are there for it
     with_item<8>(work, [&](auto format, const Product& product, const Place& place, auto rows) {
         linear_few<format, 1, 6, EXPERT_CHAINS>(product, place, rows, sums);
     });

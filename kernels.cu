@@ -2,7 +2,7 @@
 // kernels whose name begins with that of an op are parts of it.
 //
 //     linear     weights in packed 4 to 16 bit formats times rows of activations; embed
-//     small      rmsnorm, rope_angles, rope_kv, silu_mul, copy_page
+//     small      rmsnorm, rope_angles, rope_kv, copy_page
 //     attention  paged, in segments of 256 positions
 //     beyond     loading, f32 KV, latent attention, sampling, experts, gated delta nets
 //
@@ -71,6 +71,11 @@ DEVICE float row_scale_factor(float largest) {
     exponent = min(max(14 - exponent, -100), 100);
     return __uint_as_float(unsigned(exponent + 127) << 23);
 }
+
+// Relative error 1e-6; 0 for large negative x, where the exponential overflows.
+DEVICE float times_sigmoid(float x, float gate) { return __fdividef(x, 1.0f + __expf(-gate)); }
+DEVICE float silu(float x) { return times_sigmoid(x, x); }
+DEVICE float4 silu(float4 x) { return make_float4(silu(x.x), silu(x.y), silu(x.z), silu(x.w)); }
 
 // D += A B: A 16 weight rows x 16 k, B 16 k x 8 tokens, f16 inputs, f32 accumulators.
 DEVICE void mma_16x8x16(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
@@ -380,13 +385,24 @@ struct Product {
     const float* bias;          // [columns] or null
     float* y;                   // [rows, columns]
     Int rows, columns, chunks;
-    Int add;  // y += instead of y =
+    Int add;   // y += instead of y =
+    Int silu;  // y is silu(gate) * up instead: see store_silu
 };
 
 // One element of y from its sum and what it is added to. `scale` is that of the token times that of
 // the weight row, a power of two: exact.
 DEVICE float result(float sum, float scale, float bias, float before) {
     return __fadd_rn(before, __fadd_rn(__fmul_rn(sum, scale), bias));
+}
+
+// One f16 of silu(gate) * up, in the pieces that the next product reads. A tile holds eight rows of
+// gate, then the same eight of up; `column` is that of gate. The scale of `up` has a power of two
+// that keeps the product below 2^15: see Device.gated.
+DEVICE void store_silu(const Product& product, int row, int column, float gate, float up) {
+    const int index = (column + column % TILE_ROWS) / 2;
+    uint4* piece = reinterpret_cast<uint4*>(product.y) +
+                   piece_at(row, index, chunks_of(product.columns / 2));
+    reinterpret_cast<__half*>(piece)[index % 8] = __float2half_rn(silu(gate) * up);
 }
 
 // A stack of up to four row blocks, each of one format. Their outputs lie side by side in y.
@@ -425,6 +441,47 @@ struct OwnRows {
     DEVICE int y(int token) const { return token; }
     DEVICE int x_of(int y_row) const { return y_row; }
 };
+
+// Stores what a lane has of tiles of 16 weight rows x 8 tokens, as the tensor core leaves it: sums
+// of `row` and row + 8 of each tile, for `token` and token + 1 of each.
+template <int ROW_TILES, int TOKEN_TILES, typename Rows>
+DEVICE void store_totals(const Product& product, const Place& place, const Rows& rows, int row,
+                         int token, const float (&total)[ROW_TILES][TOKEN_TILES][4]) {
+    const int column = place.column + row;
+    float scale[2 * ROW_TILES], bias[2 * ROW_TILES];  // of the rows row + 8 r
+    bool real[2 * ROW_TILES];
+    for (int r = 0; r < 2 * ROW_TILES; r++) {
+        real[r] = row + 8 * r < place.rows;
+        scale[r] = load_if(real[r], product.weight_scale + column + 8 * r, 0.0f);
+        bias[r] = load_if(real[r] && product.bias, product.bias + column + 8 * r, 0.0f);
+    }
+#pragma unroll
+    for (int n = 0; n < TOKEN_TILES; n++) {
+        int y_row[2];
+        float* to[2];
+        float before[2][2 * ROW_TILES], token_scale[2];
+        for (int i = 0; i < 2; i++) {
+            const bool inside = token + 8 * n + i < product.rows;
+            y_row[i] = rows.y(token + 8 * n + i);
+            to[i] = inside ? product.y + int64_t(y_row[i]) * product.columns + column : nullptr;
+            token_scale[i] = load_if(inside && product.x_scale,
+                                     product.x_scale + rows.x_of(y_row[i]), 1.0f);
+            for (int r = 0; r < 2 * ROW_TILES; r++)
+                before[i][r] = load_if(inside && real[r] && product.add, to[i] + 8 * r, 0.0f);
+        }
+        for (int i = 0; i < 2; i++) {
+            float y[2 * ROW_TILES];
+            for (int r = 0; r < 2 * ROW_TILES; r++)
+                y[r] = result(total[r / 2][n][r % 2 * 2 + i], token_scale[i] * scale[r], bias[r],
+                              before[i][r]);
+            for (int r = 0; r < 2 * ROW_TILES; r++) {
+                if (!to[i] || !real[r]) continue;
+                if (!product.silu) to[i][8 * r] = y[r];
+                else if (r % 2 == 0) store_silu(product, y_row[i], column + 8 * r, y[r], y[r + 1]);
+            }
+        }
+    }
+}
 
 // ---- few rows: each warp of a block takes a chain of a tile -----------------------------------
 
@@ -542,7 +599,14 @@ DEVICE void linear_few(const Product& product, const Place& place, const Rows& r
                 total = __fadd_rn(total, own[i * TOKENS * FEW_STRIDE]);
         }
         if (BLOCKS > 2) load_rest();
-        if (mine) *to = result(total, row_scale * token_scale, bias, before);
+        const float y = result(total, row_scale * token_scale, bias, before);
+        if (product.silu) {
+            const float up = __shfl_down_sync(ALL_LANES, y, TILE_ROWS / 2);
+            if (mine && threadIdx.x % TILE_ROWS < TILE_ROWS / 2)
+                store_silu(product, y_row, column, y, up);
+        } else if (mine) {
+            *to = y;
+        }
     }
 }
 
@@ -759,34 +823,7 @@ DEVICE void linear_staged(const Product& product, const Place& place, const Rows
     }
     if ((chains - 1) % GROUPS != group) return;  // the group of the last chain has the totals
 
-    const int row = tile * TILE_ROWS + g, column = place.column + row;
-    float scale[2 * ROW_TILES], bias[2 * ROW_TILES];  // of the rows row + 8 r
-    bool real[2 * ROW_TILES];
-    for (int r = 0; r < 2 * ROW_TILES; r++) {
-        real[r] = row + 8 * r < place.rows;
-        scale[r] = load_if(real[r], product.weight_scale + column + 8 * r, 0.0f);
-        bias[r] = load_if(real[r] && product.bias, product.bias + column + 8 * r, 0.0f);
-    }
-#pragma unroll
-    for (int n = 0; n < TOKEN_TILES; n++) {
-        float* to[2];
-        float before[2][2 * ROW_TILES], token_scale[2];
-        for (int i = 0; i < 2; i++) {
-            const int token = first_token + 8 * n + 2 * t + i;
-            const bool inside = token < product.rows;
-            const int y_row = rows.y(token);
-            to[i] = inside ? product.y + int64_t(y_row) * product.columns + column : nullptr;
-            token_scale[i] =
-                inside ? load_if(product.x_scale, product.x_scale + rows.x_of(y_row), 1.0f) : 0.0f;
-            for (int r = 0; r < 2 * ROW_TILES; r++)
-                before[i][r] = load_if(inside && real[r] && product.add, to[i] + 8 * r, 0.0f);
-        }
-        for (int i = 0; i < 2; i++)
-            for (int r = 0; r < 2 * ROW_TILES; r++)
-                if (to[i] && real[r])
-                    to[i][8 * r] = result(total[r / 2][n][r % 2 * 2 + i], token_scale[i] * scale[r],
-                                          bias[r], before[i][r]);
-    }
+    store_totals(product, place, rows, tile * TILE_ROWS + g, first_token + 2 * t, total);
 }
 
 template <int ROWS, int... SHAPE>
@@ -918,8 +955,7 @@ DEVICE float largest_of(float4 x) {
 }
 
 // A row that a block goes over twice; values(i) gives those at i .. i + 3 as float4, zeros from
-// cols on. A thread holds its first ones in registers: 12288 columns of silu_mul on an H200 take
-// 2.5 us instead of 3.7. Those of a very long row it computes again.
+// cols on. A thread holds its first ones in registers; those of a very long row it computes again.
 constexpr int HELD = 3;
 template <typename Values>
 struct Row {
@@ -1116,24 +1152,6 @@ rope_kv(const float* qkv, const float* q_norm, const float* k_norm, int gated,
         if (d >= head_dim) break;
         store_value(place, head_dim, d, d < turning ? rotated(heads[warp], d, turn[i]) : x[i]);
     }
-}
-
-// Relative error 1e-6; 0 for large negative x, where the exponential overflows.
-DEVICE float times_sigmoid(float x, float gate) { return __fdividef(x, 1.0f + __expf(-gate)); }
-DEVICE float silu(float x) { return times_sigmoid(x, x); }
-DEVICE float4 silu(float4 x) { return make_float4(silu(x.x), silu(x.y), silu(x.z), silu(x.w)); }
-
-// x[r] = silu(gate) * up: gate_up f32 [rows, 2 cols], gate first -> x f16 [rows, stride], scale.
-// PRECOND: grid (rows), at most 1024 threads; cols % 4 = 0; stride = cols rounded up to 128.
-// One block holds one row. Moves 8 cols + 2 stride bytes a row.
-KERNEL silu_mul(const float* gate_up, uint4* x, float* scale, int cols, int stride) {
-    wait_for_predecessor();
-    let_successor_start();  // when the routes are there: see LinearExperts
-    const float* row = gate_up + int64_t(blockIdx.x) * 2 * cols;
-    Row product([=](int i) {
-        return silu(load4_if(i < cols, row + i)) * load4_if(i < cols, row + cols + i);
-    }, cols);
-    product.store_scaled(product.largest_of_all(), 1.0f, stride, x, scale);
 }
 
 // Page `target` of every layer becomes a copy of page `source`.
@@ -1852,6 +1870,18 @@ struct SourceRow {
     // 8-bit scale of a sub-block of 16 (Q6_K), plus 128.
     __device__ unsigned scale(int k) const { return block(k)[192 + k % 256 / 16] ^ 128; }
 
+    __device__ float weight(int k) const {
+        if constexpr (FLOATS) return value(k);
+        const float n = float(integer(k));
+        if constexpr (SOURCE == Q4_K || SOURCE == Q5_K) {
+            const uint2 sub_block = scale_and_min(k);
+            return d(k) * sub_block.x * n - min(k) * sub_block.y;
+        }
+        if constexpr (SOURCE == Q6_K) return d(k) * (float(scale(k)) - 128.0f) * (n - 32.0f);
+        if constexpr (SOURCE == Q4_1) return d(k) * n + min(k);
+        return d(k) * (n - (SOURCE == Q8_0 ? 128.0f : 8.0f));
+    }
+
     // What must fit in f16 once multiplied by the row's power of two: see row_scale_factor.
     __device__ float largest_of_block(int k) const {
         if constexpr (FLOATS) return fabsf(value(k));
@@ -1865,14 +1895,15 @@ struct SourceRow {
 
 template <int SOURCE>
 DEVICE void repack_tile(const uint8_t* source, uint8_t* packed, float* weight_scale, int rows,
-                        int cols) {
+                        int cols, const float* norm, float* squares) {
     using Row = SourceRow<SOURCE>;
     constexpr int FORMAT = Row::FLOATS ? F16 : SOURCE;
     using P = Packed<FORMAT>;
     __shared__ float factors[TILE_ROWS];
     const int chunks = chunks_of(cols), parts = parts_of(chunks);
     const auto row_at = [=](int r) {
-        const int row = blockIdx.x * TILE_ROWS + r;
+        int row = blockIdx.x * TILE_ROWS + r;
+        if (norm) row = blockIdx.x * 8 + r % 8 + (r < 8 ? 0 : rows / 2);
         return Row{source + int64_t(row) * (cols / Row::VALUES) * Row::BYTES,
                    row < rows ? cols : 0};
     };
@@ -1882,9 +1913,14 @@ DEVICE void repack_tile(const uint8_t* source, uint8_t* packed, float* weight_sc
         float largest = 0.0f;
         for (int k = threadIdx.x % 32 * Row::VALUES; k < row.cols; k += 32 * Row::VALUES)
             largest = fmaxf(largest, row.largest_of_block(k));
+        float sum = 0.0f;
+        for (int k = threadIdx.x % 32; norm && k < row.cols; k += 32)
+            sum += row.weight(k) * norm[k] * row.weight(k) * norm[k];
+        sum = warp_sum(sum);
         const float factor = row_scale_factor(warp_max(largest));
         if (threadIdx.x % 32 == 0) {
             factors[r] = factor;
+            if (norm) squares[blockIdx.x * TILE_ROWS + r] = sum;
             if (row.cols)
                 weight_scale[blockIdx.x * TILE_ROWS + r] =
                     (FORMAT == F16 ? 1.0f : P::K_SCALES ? 0x1p20f : 0x1p24f) / factor;
@@ -1966,12 +2002,15 @@ DEVICE void repack_tile(const uint8_t* source, uint8_t* packed, float* weight_sc
 }
 
 // packed tiles and weight_scale [rows] from `rows` rows of `cols` values as they lie in the file.
+// With `norm` [cols] they are rows of gate, then of up: a tile takes eight of each, and squares
+// [rows] gets the sum of (weight * norm)^2 of each row, in the order of the tiles.
 // PRECOND: grid (ceil(rows / 16)), 256 threads; source 4-byte aligned; packed 128-byte aligned.
 // A block holds one tile of 16 rows. Moves the source (scales and floats twice) and the tile.
 #define REPACK(SOURCE)                                                                           \
     KERNEL __launch_bounds__(256) linear_repack_##SOURCE(                                        \
-        const uint8_t* source, uint8_t* packed, float* weight_scale, int rows, int cols) {       \
-        repack_tile<SOURCE>(source, packed, weight_scale, rows, cols);                           \
+        const uint8_t* source, uint8_t* packed, float* weight_scale, int rows, int cols,         \
+        const float* norm, float* squares) {                                                     \
+        repack_tile<SOURCE>(source, packed, weight_scale, rows, cols, norm, squares);            \
     }
 REPACK(Q4_K) REPACK(Q5_K) REPACK(Q6_K)
 REPACK(Q8_0) REPACK(Q4_0) REPACK(Q4_1)
@@ -2765,8 +2804,8 @@ constexpr int EXPERT_CHAINS = 4;
 KERNEL __launch_bounds__(32 * EXPERT_CHAINS, 6)
 linear_experts_8(const __grid_constant__ LinearExperts work) {
     __shared__ float sums[2][FEW_SUMS<EXPERT_CHAINS, 8>];
-    let_successor_start();
     if (!work.known) wait_for_predecessor();
+    let_successor_start();  // when the items are there for it
     with_item<8>(work, [&](auto format, const Product& product, const Place& place, auto rows) {
         linear_few<format, 1, 6, EXPERT_CHAINS>(product, place, rows, sums);
     });

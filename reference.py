@@ -123,6 +123,12 @@ class Reference:
         """A Matrix for each expert, or head, from `tensors`, each [experts, rows, cols]."""
         return [self.matrix(parts) for parts in zip(*(tensor.parts() for tensor in tensors))]
 
+    def gated(self, gate_up, down, norm):
+        """Handles of a gated feed-forward network, or of experts: `gate_up` for linear_silu, in one
+        tensor or in two, and `down` for what it gives. norm: of the RMSNorm before them."""
+        make = self.matrix if len(down[0].shape) == 2 else self.experts
+        return make(gate_up), make(down)
+
     def vector(self, array):
         return np.asarray(array, self.dtype)
 
@@ -266,6 +272,13 @@ class Reference:
                 tile[:left] = x[at:]
             out[at:at + size] = (np.ascontiguousarray(tile) @ weight)[:left]
             at += size
+
+    def linear_silu(self, x, w, routes=None):
+        """x [rows, F] = silu(gate) * up of x times the rows of w, those of gate first; or, with
+        `routes`, of what linear_experts gives."""
+        y = self.linear(x, w) if routes is None else self.linear_experts(x, w, routes)
+        gate, up = np.split(y, 2, axis=-1)
+        return silu(gate) * up
 
     def linear_add(self, x, w, h):
         """h += x times the rows of w, in place; h may have more rows, of padding, than x."""
@@ -412,11 +425,6 @@ class Reference:
         heads = o.reshape(len(o), cfg.delta_v_heads, cfg.delta_dim)
         z = u[:, cfg.delta_channels:cfg.delta_channels + o.shape[1]]
         return self.rmsnorm(heads, norm, cfg.rms_eps).reshape(o.shape) * silu(z)
-
-    def silu_mul(self, gate_up):
-        """x [rows, F] = silu(gate) * up of gate_up [rows, 2F], gate first."""
-        gate, up = np.split(gate_up, 2, axis=-1)
-        return silu(gate) * up
 
     def route(self, logits, bias, cfg, batch):
         """Routes of each row: its n_experts_used best by probability + bias, ties to the lower one.

@@ -82,6 +82,9 @@ class CheckOnly:
 
     experts = matrix
 
+    def gated(self, gate_up, down, norm):
+        return None, None
+
     def vector(self, array):
         """The loader has looked at the values already."""
 

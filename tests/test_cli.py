@@ -254,8 +254,8 @@ def test_diff_names_the_first_buffer_that_differs(monkeypatch, capsys):
         """Stands in for the GPU; one op is wrong by `error`."""
         error = 0.0
 
-        def silu_mul(self, gate_up):
-            return super().silu_mul(gate_up) * (1 + self.error)
+        def linear_silu(self, x, w, routes=None):
+            return super().linear_silu(x, w, routes) * (1 + self.error)
 
     monkeypatch.setattr(device, "Device", Card)
     assert tools.diff(TINY, "Hello", "f16") == 0
@@ -265,7 +265,7 @@ def test_diff_names_the_first_buffer_that_differs(monkeypatch, capsys):
     Card.error = 0.1
     assert cli.main(["diff", "-m", str(TINY), "-p", "Hello", "--kv", "f16"]) == 1
     lines = capsys.readouterr().out.splitlines()
-    assert lines[-2].split()[:2] == ["silu_mul", "0"] and lines[-1] == "the last one differs"
+    assert lines[-2].split()[:2] == ["linear_silu", "0"] and lines[-1] == "the last one differs"
     with pytest.raises(RequestError, match="do not fit"):
         tools.diff(TINY, "x" * 5000, "f16")
 

@@ -76,6 +76,9 @@ class Recorder:
 
     experts = matrix
 
+    def gated(self, gate_up, down, norm):
+        return self.matrix(gate_up), self.matrix(down)
+
     def vector(self, array):
         return array
 

@@ -244,7 +244,7 @@ DEVICE unsigned rotate_left(unsigned x, int bits) {
             asm volatile(INSTRUCTION ".u32 %0, [%1];" : "=r"(words[0]) : REGISTER(from));        \
     }
 // Weights are read once by one warp: past L1, which is left to the activations.
-LOAD(load_weights, const uint8_t*, "l", "ld.global.nc.L1::no_allocate.L2::128B")
+LOAD(load_weights, const uint8_t*, "l", "ld.global.L1::no_allocate.L2::128B")
 LOAD(load_activations, const uint4*, "l", "ld.global")
 LOAD(load_shared, unsigned, "r", "ld.shared")
 #undef LOAD
@@ -509,7 +509,8 @@ DEVICE void linear_few(const Product& product, const Place& place, const Rows& r
         return P::WHOLE_PARTS ? part < parts : part * PART_CHUNKS + c < chunks;
     };
     const unsigned tile_bytes = P::tile_bytes(chunks);
-    int half_of_sums = 0;
+    const int turn = parts < WARPS ? 0 : WARPS / 2;
+    int half_of_sums = 0, chain = warp;
 
     const uint4* x[TOKEN_TILES];  // past the end: the last token again, its results are dropped
     for (int n = 0; n < TOKEN_TILES; n++)
@@ -540,26 +541,26 @@ DEVICE void linear_few(const Product& product, const Place& place, const Rows& r
     const int token = threadIdx.x / TILE_ROWS;
     const bool inside = token < min(TOKENS, product.rows);
     const int y_row = rows.y(token);
+    const float token_scale =
+        load_if(inside && product.x_scale, product.x_scale + rows.x_of(y_row), 1.0f);
     for (int index = place.index; index < tiles; index += place.blocks) {
         const int row = index * TILE_ROWS + threadIdx.x % TILE_ROWS, column = place.column + row;
         const bool mine = inside && row < place.rows;
         float* to = product.y + int64_t(y_row) * product.columns + column;
         const float row_scale = load_if(mine, product.weight_scale + column, 0.0f);
-        float token_scale, bias, before, total = 0.0f;
+        float bias, before, total = 0.0f;
         const auto load_rest = [&] {
-            const int x_row = rows.x_of(y_row);
-            token_scale = load_if(mine && product.x_scale, product.x_scale + x_row, 1.0f);
             bias = load_if(mine && product.bias, product.bias + column, 0.0f);
             before = load_if(mine && product.add, to, 0.0f);
         };
         if (BLOCKS == 2) load_rest();  // early, if there are registers to keep it
         float sum[TOKEN_TILES][4] = {};
-        for (int part = warp; part < parts; part += WARPS) {
+        for (int part = chain; part < parts; part += WARPS) {
             // What this warp takes next; parts: nothing.
             const bool same_tile = part + WARPS < parts;
             const uint8_t* next_tile = same_tile ? tile : tile + place.blocks * tile_bytes;
             const int next = same_tile                      ? part + WARPS
-                             : index + place.blocks < tiles ? warp
+                             : index + place.blocks < tiles ? chain ^ turn
                                                             : parts;
             for (int i = 0; i < P::SCALE_WORDS; i++) scales[i] = next_scales[i];
             if (next < parts) load_scales<FORMAT>(next_tile, chunks, next, lane, next_scales);
@@ -583,6 +584,7 @@ DEVICE void linear_few(const Product& product, const Place& place, const Rows& r
                 else load_ahead(next_tile, next, far);
                 load_tokens(c + TOKENS_AHEAD < PART_CHUNKS ? part : next,
                             (c + TOKENS_AHEAD) % PART_CHUNKS);
+                __syncwarp();  // or the compiler moves the loads of all chunks behind the last one
             }
             tile = next_tile;
         }
@@ -590,15 +592,16 @@ DEVICE void linear_few(const Product& product, const Place& place, const Rows& r
         half_of_sums ^= 1;  // one barrier a tile: the next one takes the other half
         for (int n = 0; n < TOKEN_TILES; n++)
             for (int i = 0; i < 4; i++)
-                tile_sums[(warp * TOKENS + 8 * n + 2 * t + (i & 1)) * FEW_STRIDE + g +
+                tile_sums[(chain * TOKENS + 8 * n + 2 * t + (i & 1)) * FEW_STRIDE + g +
                           8 * (i >> 1)] = sum[n][i];
+        chain ^= turn;
+        if (BLOCKS > 2) load_rest();
         __syncthreads();
         if (mine) {
             const float* own = tile_sums + token * FEW_STRIDE + threadIdx.x % TILE_ROWS;
             for (int i = 0; i < WARPS; i++)
                 total = __fadd_rn(total, own[i * TOKENS * FEW_STRIDE]);
         }
-        if (BLOCKS > 2) load_rest();
         const float y = result(total, row_scale * token_scale, bias, before);
         if (product.silu) {
             const float up = __shfl_down_sync(ALL_LANES, y, TILE_ROWS / 2);

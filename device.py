@@ -633,6 +633,7 @@ class Device:
 
     # ---- steps: upload, run, fetch -----------------------------------------------------------
 
+    state_interval = 4  # decoded tokens between two writes of a recurrent state
     steps_ahead = 1  # steps that may be launched before the tokens of the last are read
     captures = True  # decode batches are padded to a bucket and replayed as a graph
 
@@ -1004,9 +1005,11 @@ class Device:
         return c
 
     def delta_rule(self, u, c, cfg, layer, kv, batch):
-        """o f32 [rows, H_v d] = S^T q; the states take pending tokens, and rows if they commit."""
+        """o f32 [rows, H_v d] = S^T q; the states take what enters, see kv.Batch.of."""
         o = self.buffer("delta_rule", (u.shape[0], cfg.delta_v_heads * DELTA_DIM), np.float32)
-        self.launch("delta_rule", (8 * cfg.delta_v_heads, batch.spans.shape[0]), 128,
+        heads = cfg.delta_k_heads
+        self.launch("delta_rule",
+                    (4 * cfg.delta_v_heads // heads, heads, batch.spans.shape[0]), 128,
                     self.delta_net(u, None, c, o, cfg, layer, kv, batch))
         return o
 

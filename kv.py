@@ -27,7 +27,7 @@ class Batch:
     rope_sets: np.ndarray  # int32 [rows], which of Config.rope_sets
     page_table: np.ndarray  # int32 [slots, pages]: as many as the longest sequence has, about
     tiles: np.ndarray  # int32 [n, 4]: first row, rows, slot, position of the first row
-    spans: np.ndarray  # int32 [n, 6]: the same of a whole sequence, then: pending, commits
+    spans: np.ndarray  # int32 [n, 6]: the same of a whole sequence, then: pending, entering
     logit_rows: np.ndarray  # int32 [n], the rows whose logits are wanted
 
     @classmethod
@@ -37,13 +37,14 @@ class Batch:
         `wanted` is how many of the span's last rows need logits. Rows of a span are cut into
         tiles of at most `tile_tokens` rows. Two more numbers matter to recurrent state, which
         cannot be cut back: how many tokens before the span are pending, that is not yet in the
-        state (default 0), and whether this span's own tokens enter it now (default 1) or stay
-        pending until a later step says which of them count.
+        state in memory (default 0), and how many of these and the span's own enter it now: none,
+        those that are pending, or all (default). The others stay pending until a later step says
+        which of them count.
 
         The page table is cut after a power of two of pages that holds all spans, since backends
         split the work on what it could hold: by its whole width a short sequence would get none.
         """
-        whole = np.array([(0, len(ids), slot, position, *(state or (0, 1)), rope_set, wanted)
+        whole = np.array([(0, len(ids), slot, position, *(state or (0, len(ids))), rope_set, wanted)
                           for slot, position, ids, rope_set, wanted, *state in spans], np.int32)
         _, counts, slots, starts, _, _, sets, wanted = whole.T
         whole[:, 0] = counts.cumsum() - counts

@@ -631,9 +631,8 @@ class Engine:
         self.sweep()
         if not chosen:
             return False
-        # Prompts enter a recurrent state at once, decoded tokens when the next step follows them.
         spans = [(r.slot, position, ids, r.rope_set, wanted, position - r.committed,
-                  int(position < len(r.prompt))) for r, ids, position, wanted in chosen]
+                  self.entering(r, position, len(ids))) for r, ids, position, wanted in chosen]
         batch = Batch.of(spans, self.page_table, self.tile_tokens)
         sampled = [(r, i) for r, _, _, wanted in chosen for i in range(wanted)]
         if self.last_step:
@@ -643,15 +642,15 @@ class Engine:
         # Rare and large: these rows wait for their step here, before the next one overwrites them.
         rows_of_logits = {row: self.ops.download_row(logits, row)
                           for row, (request, _) in enumerate(sampled) if request.top_logprobs}
-        for (request, ids, position, wanted), (*_, commits) in zip(chosen, spans):
+        for (request, ids, position, wanted), (*_, entering) in zip(chosen, spans):
             request.read = min(request.read + len(ids), len(request.prompt))
-            request.committed = position + len(ids) * commits
+            request.committed += entering
             request.sampled += min(wanted, 1)
             request.in_flight += 1
             first = wanted and request.sampled == 1 and not self.cfg.n_state_layers
             if first or request.read in request.marks:
                 self.remember(request, request.prompt[:request.read])
-        decoding = sum(not commits for *_, commits in spans)
+        decoding = sum(position >= len(r.prompt) for r, _, position, _ in chosen)
         wanted = decoding + sum(wants.values()) if decoding == len(spans) else 0
         self.last_step = Step(chosen, h, result, rows_of_logits, wants, wanted, began)
         self.in_flight.append(self.last_step)
@@ -659,6 +658,19 @@ class Engine:
         self.counts.update(rows=len(batch.tokens), steps_of_16_rows=int(len(sampled) >= 16),
                            sweeps=decoding > 0)
         return True
+
+    def entering(self, request, position, count):
+        """How many tokens enter the recurrent state in memory when `count` rows follow `position`.
+
+        Prompts do at once, and all before them. Decoded tokens stay pending, since not all may
+        count, until the next ones begin another interval; intervals of slots are staggered, so
+        that steps take the same time.
+        """
+        pending, interval = position - request.committed, self.ops.state_interval
+        if position < len(request.prompt):
+            return pending + count
+        begin, end = request.committed + request.slot, position + count - 1 + request.slot
+        return pending if begin // interval < end // interval else 0
 
     def draw(self, name, forward, batch, sampled, rows):
         """Launch a forward pass and the drawing of tokens: (tokens, log probabilities, logits, h).

@@ -166,6 +166,7 @@ class Reference:
 
     # ---- steps: the same protocol as the device, with nothing to copy ---------------------------
 
+    state_interval = 1
     steps_ahead = 0  # a result is there when an op returns
     captures = False
 
@@ -397,24 +398,25 @@ class Reference:
     def delta_rule(self, u, c, cfg, layer, kv, batch):
         """o [rows, H_v d] = S^T q, S being the state of each v head after the row's own token.
 
-        The state in memory first takes the span's pending tokens; its rows enter it only if the
-        span commits, else they become the pending ones. Rows with a negative slot give zeros.
+        The state in memory takes the first `entering` of the span's pending tokens and its rows:
+        none, those that are pending, or all. Rows with a negative slot give zeros.
         """
         states, channels = kv.states, cfg.delta_channels
         q, tokens = np.split(c, [cfg.delta_k_heads * cfg.delta_dim], axis=1)
         records = np.concatenate([u[:, :channels], tokens], axis=1)
         o = np.zeros((len(u), cfg.delta_v_heads, cfg.delta_dim), self.dtype)
-        for first, rows, slot, position, pending, commits in batch.spans:
+        for first, rows, slot, position, pending, entering in batch.spans:
             if slot < 0:
                 continue
             recent, state = states.recent[slot, layer], states.matrix[slot, layer]
             if position == pending:
                 state[:] = 0
+            state = state if entering else state.copy()
             for at in range(position - pending, position):
-                delta_step(state, recent[at % states.ring, channels:], cfg)
-            state = state if commits else state.copy()
+                delta_step(state, recent[at % states.ring, channels:], cfg, pending=True)
+            state = state if entering > pending else state.copy()
             for row in range(first, first + rows):
-                delta_step(state, tokens[row], cfg)
+                delta_step(state, records[row, channels:], cfg)
                 o[row] = np.einsum("hvk,hk->hv", state, of_v_heads(q[row], cfg))
             kept = np.arange(max(0, rows - states.ring), rows)
             recent[(position + kept) % states.ring] = records[first + kept]
@@ -606,8 +608,8 @@ class States:
     matrix: S of each v head, transposed to [d of v, d of k], so that sums run along the last axis
     (einsum: without an array of products, 3 to 20 times as fast).
     recent: at place position % ring u's q | k | v of a token (the convolution looks back), then
-    k | v | beta | decay (a pending token enters the matrix later). The ring holds those that are
-    pending and those that become so, or those that are pending and what the convolution needs.
+    k | delta | beta | decay (a pending token enters the matrix later). The ring holds those that
+    are pending and those that become so, or those that are pending and what the convolution needs.
     """
 
     def __init__(self, cfg, n_states, pending, dtype):
@@ -626,14 +628,16 @@ def of_v_heads(x, cfg):
     return x.reshape(-1, cfg.delta_dim)[k_head]
 
 
-def delta_step(state, token, cfg):
-    """Enter one token into state [H_v, d of v, d of k], in place. token: k | v | beta | decay."""
+def delta_step(state, token, cfg, pending=False):
+    """Enter one token into state [H_v, d of v, d of k], in place. token: k | v | beta | decay; its
+    v becomes delta, by which the state grows along k, and that of a pending token is delta."""
     n_k, n_v = cfg.delta_k_heads * cfg.delta_dim, cfg.delta_v_heads * cfg.delta_dim
     k, v, beta, decay = np.split(token, np.cumsum([n_k, n_v, cfg.delta_v_heads]))
     k, v = of_v_heads(k, cfg), v.reshape(-1, cfg.delta_dim)
     state *= decay[:, None, None]
-    delta = beta[:, None] * (v - np.einsum("hvk,hk->hv", state, k))
-    state += delta[..., None] * k[:, None]
+    if not pending:
+        v[:] = beta[:, None] * (v - np.einsum("hvk,hk->hv", state, k))
+    state += v[..., None] * k[:, None]
 
 
 def quantise_q8(x):

@@ -48,7 +48,7 @@ LOGIT_ROWS = 64  # rows of logits computed at a time when all are wanted
 SNAPSHOT_TOKENS = 8192  # of a long prompt, after which the recurrent state is remembered
 
 
-@dataclass
+@dataclass(slots=True)
 class Event:
     """One generated token: id, the text that became certain with it, log probability."""
     token: int
@@ -731,12 +731,12 @@ class Engine:
         request.logprobs.append(logprob)
         ended = token in self.tokenizer.eos_ids and not request.ignore_eos
         unknown = token >= self.cfg.n_tokens  # a row that only pads the table: it has no text
-        text = request.held + ("" if ended or unknown else request.stream.feed(token))
+        text, stopped = "" if ended or unknown else request.stream.feed(token), False
         last = ended or len(request.tokens) == request.max_tokens
         if last:
             text += request.stream.flush()
-        stop = request.sampling.stop
-        text, request.held, stopped = split_at_stop(text, stop, last) if stop else (text, "", False)
+        if stop := request.sampling.stop:
+            text, request.held, stopped = split_at_stop(request.held + text, stop, last)
         request.text += text
         request.events.append(Event(token, text, logprob, drafted))
         if ended or stopped:

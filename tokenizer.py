@@ -237,7 +237,7 @@ class Tokenizer:
         self.eos_ids = self._find_control_tokens(ends - {None})
         self._encode_piece = self._bpe if bpe else self._spm
         self._encode_short_piece = lru_cache(CACHED_PIECES)(self._encode_piece)
-        self.token_bytes = lru_cache(CACHED_PIECES)(self.token_bytes)
+        self.token_bytes = cache(self.token_bytes)
 
     def _find_control_tokens(self, ends):
         """Returns the ids that end a generation, those of the set `ends` and the known texts.
@@ -460,24 +460,29 @@ class Stream:
 
     def __init__(self, tokenizer, special=False, after=None):
         self._tokenizer = tokenizer
-        self._shows = special.__contains__ if isinstance(special, frozenset) else lambda id: special
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._shown = (special if isinstance(special, frozenset) else
+                       range(tokenizer.n_vocab) if special else ())
+        self._left = b""  # the beginning of a character
+        # encode() put a space before a text at its start: it is not part of the text.
+        self._drops_spaces = tokenizer.add_space_prefix
         self._at_start = after is None or tokenizer.is_special(after)
 
     def feed(self, id):
         """Returns the characters that id completes, perhaps none."""
-        data = self._tokenizer.token_bytes(id, self._shows(id))
-        if self._tokenizer.is_special(id):
-            self._at_start = True
-        elif self._at_start:
-            # encode() put a space before the text here: it is not part of the text.
-            data = data.removeprefix(b" ") if self._tokenizer.add_space_prefix else data
-            self._at_start = False
-        return self._utf8.decode(data)
+        data = self._tokenizer.token_bytes(id, id in self._shown)
+        if self._drops_spaces:
+            special = self._tokenizer.is_special(id)
+            if self._at_start and not special:
+                data = data.removeprefix(b" ")
+            self._at_start = special
+        text, used = codecs.utf_8_decode(data := self._left + data, "replace")
+        self._left = data[used:]
+        return text
 
     def flush(self):
         """Returns U+FFFD if the ids ended inside a character, else nothing."""
-        return self._utf8.decode(b"", final=True)
+        left, self._left = self._left, b""
+        return left.decode(errors="replace")
 
 
 # ---- Helpers -------------------------------------------------------------------------------------

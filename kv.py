@@ -10,6 +10,7 @@ from itertools import chain
 import numpy as np
 
 PAGE = 64  # tokens of a page
+FEED = -1  # token of a row whose token is still on the device: the last one sampled for its slot
 GRAPH_SIZES = 1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128  # rows of decode batches that have a graph
 
 
@@ -20,7 +21,7 @@ class Batch:
     Decoding, a chunk of prefill and the check of a draft differ only in how many rows a sequence
     has.
     """
-    tokens: np.ndarray  # int32 [rows]; negative: no token (padding), or see device.embed
+    tokens: np.ndarray  # int32 [rows]; negative: FEED, or no token (padding)
     positions: np.ndarray  # int32 [rows], place of the token in its sequence
     slots: np.ndarray  # int32 [rows], row of page_table; negative: padding
     rope_sets: np.ndarray  # int32 [rows], which of Config.rope_sets
@@ -28,6 +29,8 @@ class Batch:
     tiles: np.ndarray  # int32 [n, 4]: first row, rows, slot, position of the first row
     spans: np.ndarray  # int32 [n, 6]: the same of a whole sequence, then: pending, commits
     logit_rows: np.ndarray  # int32 [n], the rows whose logits are wanted
+    draws: np.ndarray | None = None  # sampling.ROW [n]: how to draw from each of those
+    sizes: tuple | None = None  # rows, tiles and spans, if they were padded to share a graph
 
     @classmethod
     def of(cls, spans, page_table, tile_tokens):
@@ -52,10 +55,23 @@ class Batch:
         left, slot, position = counts[span] - inside, slots[span], starts[span] + inside
         tiles = np.stack([rows, np.minimum(left, tile_tokens), slot, position], 1)
         last = int((starts + counts)[slots >= 0].max(initial=1)) - 1
-        page_table = np.ascontiguousarray(page_table[:, :max(4, 1 << (last // PAGE).bit_length())])
+        page_table = page_table[:, :max(4, 1 << (last // PAGE).bit_length())].copy()
         tokens = np.fromiter(chain.from_iterable(ids for _, _, ids, *_ in spans), np.int32)
         return cls(tokens, position, slot, sets[span], page_table, tiles[inside % tile_tokens == 0],
                    whole[:, :6].copy(), rows[left <= wanted[span]])
+
+    def advance(self, rows):
+        """Go on, in place, with the next token of each of the `rows` sequences that have one row
+        each: FEED, behind one that is pending. False if the page table is too narrow for that."""
+        if self.positions.max() + 1 == PAGE * self.page_table.shape[1]:
+            return False
+        self.tokens[:rows] = FEED
+        self.positions[:rows] += 1
+        self.tiles[:rows, 3] += 1
+        self.spans[:rows, 3] += 1
+        self.spans[:rows, 4] = 1
+        self.draws["position"][:rows] += 1
+        return True
 
     def padded_to(self, rows, tiles=None, spans=None):
         """The same batch with padding up to so many rows, tiles and spans (default: as many as
@@ -74,7 +90,7 @@ class Batch:
         return Batch(extend(self.tokens, rows, -2), extend(self.positions, rows, 0),
                      extend(self.slots, rows, -1), extend(self.rope_sets, rows, 0),
                      self.page_table, cover(self.tiles, tiles), cover(self.spans, spans),
-                     np.arange(rows, dtype=np.int32))
+                     np.arange(rows, dtype=np.int32), sizes=(rows, tiles, spans))
 
     def graph_sizes(self):
         """(rows, tiles, spans) to pad a decode batch to, so that few graphs serve all; or None for

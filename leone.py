@@ -36,14 +36,13 @@ import model
 import receipts
 import spec
 from errors import LeoneError, ModelError, DeviceError, Overloaded, RequestError, require
-from kv import PAGE, Batch, PagePool, PrefixCache, Snapshot, SnapshotCache, common_prefix
+from kv import FEED, PAGE, Batch, PagePool, PrefixCache, Snapshot, SnapshotCache, common_prefix
 from sampling import ROW, Sampling, check_number
 from sessions import Sessions
 from tokenizer import Tokenizer
 
 VERSION = "0.1.0"
 PENDING = spec.MAX_DRAFT + 1  # most tokens of a sequence outside of its recurrent state
-FEED = -1  # token of a row whose token is still on the device: the last one sampled for its slot
 LOGIT_ROWS = 64  # rows of logits computed at a time when all are wanted
 SNAPSHOT_TOKENS = 8192  # of a long prompt, after which the recurrent state is remembered
 
@@ -82,16 +81,14 @@ class Request:
     # where it stands
     slot: int = -1
     pages: list | None = None  # None until its known prefix was looked up
-    draw: object = None  # sampling.ROW record; only its position changes from step to step
     rope_set: int = 0
     state: object = None  # kv.Snapshot to begin from, recurrent models only
     marks: list = field(default_factory=list)  # prompt lengths at which to remember the state
     committed: int = 0  # tokens that are in the recurrent state; what is behind them is pending
     read: int = 0  # prompt tokens whose forward pass was launched
     sampled: int = 0  # tokens whose sampling was launched
-    in_flight: int = 0  # launched steps that name it
     held: str = ""  # text that may be the beginning of a stop string
-    last_step: int = 0  # number of the last step with rows of it
+    last_step: int = -1  # number of the last step with rows of it
     drafted: int = 0  # tokens that were drafted for it
     accepted: int = 0  # and those of them that proved right
     submitted: float = 0.0  # times are those of time.perf_counter()
@@ -113,6 +110,9 @@ class Request:
 class Step:
     """A launched step, whose tokens are still to be read."""
     chosen: list  # see Engine.choose_rows
+    sampled: list  # see Engine.draw
+    batch: Batch
+    plain: list | None  # its requests, if all that it has is one row of each, to decode
     h: object  # the residual stream of its rows, until the next step is launched
     result: object  # waits and gives (tokens, log probabilities) of the rows that want them
     logits: dict  # row -> its logits, where a request asked for top_logprobs
@@ -176,6 +176,7 @@ class Engine:
             self.ops.close()
             raise
         self.page_table = np.zeros((self.max_sessions + 1, longest), np.int32)
+        self.draws = np.zeros(self.max_sessions + 1, ROW)  # of each slot, but for the position
         self.free_slots = list(range(self.max_sessions, -1, -1))
         self.waiting, self.active, self.in_flight = deque(), [], deque()
         self.lock = threading.Lock()  # of the queue: requests come from any thread
@@ -520,12 +521,14 @@ class Engine:
         self.admit()
         if self.in_flight and self.in_flight[-1].wants:
             self.deliver_all()
+        decoding = self.decoding()
         wants = self.controller.lengths({
-            r: min(r.most_drafts, r.max_tokens - r.sampled - 1) for r in self.decoding()})
+            r: min(r.most_drafts, r.max_tokens - r.sampled - 1) for r in decoding})
         if wants and self.in_flight:  # drafts follow tokens that are known
             self.deliver_all()
+            decoding = self.decoding()
             wants = {r: n for r, n in wants.items() if r.finish_reason is None}
-        launched = self.launch_step(wants)
+        launched = self.launch_step(decoding, wants)
         self.deliver_all(but=self.ops.steps_ahead if launched else 0)
         return self.busy
 
@@ -581,7 +584,7 @@ class Engine:
                 except DeviceError as error:  # no memory for it
                     request.error = error
                     self.finish(request, "error")
-            request.draw = request.sampling.row(choice=request.choice, adjustment=slot)
+            self.draws[request.slot] = request.sampling.row(choice=request.choice, adjustment=slot)
 
     def decoding(self):
         """The sequences that decode in the next step: where there are more than max_rows, those
@@ -592,11 +595,11 @@ class Engine:
             decoding.sort(key=lambda r: (r.last_step, r.sampled))
         return decoding[:self.max_rows]
 
-    def choose_rows(self, wants):
+    def choose_rows(self, decoding, wants):
         """[(request, tokens, position, wanted)]: decoding sequences, each with its drafts, then
         chunks of prompts."""
         chosen, drafts = [], self.proposer.propose(wants) if wants else {}
-        for request in self.decoding():
+        for request in decoding:
             token = request.tokens[-1] if len(request.tokens) == request.sampled else FEED
             ids = [token, *drafts.get(request, ())]
             chosen.append((request, ids, len(request.prompt) + request.sampled - 1, len(ids)))
@@ -605,8 +608,6 @@ class Engine:
             part = request.prompt[request.read:request.read + count]
             last = request.read + count == len(request.prompt)
             chosen.append((request, part, request.read, int(last)))
-        for request, *_ in chosen:
-            request.last_step = self.steps
         return chosen
 
     def share_chunk(self, reading):
@@ -626,60 +627,73 @@ class Engine:
             budget -= more
         return [(request, count) for request, count in shares.items() if count]
 
-    def launch_step(self, wants):
-        began = time.perf_counter()
-        chosen = self.choose_rows(wants)
-        self.sweep()
-        if not chosen:
-            return False
-        # Prompts enter a recurrent state at once, decoded tokens when the next step follows them.
-        spans = [(r.slot, position, ids, r.rope_set, wanted, position - r.committed,
-                  int(position < len(r.prompt))) for r, ids, position, wanted in chosen]
-        batch = Batch.of(spans, self.page_table, self.tile_tokens)
-        sampled = [(r, i) for r, _, _, wanted in chosen for i in range(wanted)]
-        if self.last_step:
-            self.proposer.leave(self.last_step)
-        *result, logits, h = self.draw("", self.forward, batch, sampled, slice(len(sampled)))
+    def launch_step(self, decoding, wants):
+        """Launch a forward pass and the drawing of tokens. False if no row is left to run."""
+        began, last = time.perf_counter(), self.last_step
+        plain = (not wants and last and last.plain == decoding and len(decoding) == len(self.active)
+                 and last.batch.advance(len(decoding)))
+        if plain:  # the last step again, every sequence one token further
+            batch, sampled, rows = last.batch, last.sampled, len(decoding)
+            chosen = [(r, ids, position + 1, 1) for r, ids, position, _ in last.chosen]
+        else:
+            chosen = self.choose_rows(decoding, wants)
+            if not chosen:
+                return False
+            # Prompts enter a recurrent state at once, decoded tokens when the next step follows.
+            batch = Batch.of([(r.slot, position, ids, r.rope_set, wanted, position - r.committed,
+                               int(position < len(r.prompt)))
+                              for r, ids, position, wanted in chosen],
+                             self.page_table, self.tile_tokens)
+            sampled = [(r, i) for r, _, _, wanted in chosen for i in range(wanted)]
+            rows = len(batch.tokens)
+        if last:
+            self.proposer.leave(last)
+        *result, logits, h, batch = self.draw("", self.forward, batch, sampled, slice(len(sampled)))
         result = self.ops.fetch(result)
         # Rare and large: these rows wait for their step here, before the next one overwrites them.
         rows_of_logits = {row: self.ops.download_row(logits, row)
                           for row, (request, _) in enumerate(sampled) if request.top_logprobs}
-        for (request, ids, position, wanted), (*_, commits) in zip(chosen, spans):
-            request.read = min(request.read + len(ids), len(request.prompt))
-            request.committed = position + len(ids) * commits
-            request.sampled += min(wanted, 1)
-            request.in_flight += 1
-            first = wanted and request.sampled == 1 and not self.cfg.n_state_layers
-            if first or request.read in request.marks:
+        for request, ids, position, wanted in chosen:
+            request.last_step = self.steps
+            request.sampled += wanted > 0
+            if position >= len(request.prompt):
+                request.committed = position
+                continue
+            request.read = request.committed = position + len(ids)
+            if wanted and not self.cfg.n_state_layers or request.read in request.marks:
                 self.remember(request, request.prompt[:request.read])
-        decoding = sum(not commits for *_, commits in spans)
-        wanted = decoding + sum(wants.values()) if decoding == len(spans) else 0
-        self.last_step = Step(chosen, h, result, rows_of_logits, wants, wanted, began)
+        plain = decoding if self.ops.steps_ahead and rows == len(decoding) else None
+        timed = len(decoding) + sum(wants.values()) if len(decoding) == len(chosen) else 0
+        self.last_step = Step(chosen, sampled, batch, plain, h, result, rows_of_logits, wants,
+                              timed, began)
         self.in_flight.append(self.last_step)
         self.steps += 1
-        self.counts.update(rows=len(batch.tokens), steps_of_16_rows=int(len(sampled) >= 16),
-                           sweeps=decoding > 0)
+        self.counts["rows"] += rows
+        self.counts["steps_of_16_rows"] += len(sampled) >= 16
+        self.counts["sweeps"] += bool(decoding)
         return True
 
     def draw(self, name, forward, batch, sampled, rows):
-        """Launch a forward pass and the drawing of tokens: (tokens, log probabilities, logits, h).
+        """Launch a forward pass and the drawing of tokens: (tokens, log probabilities, logits, h,
+        the batch as it was run).
 
         name: of the graphs, None for no graph. forward: batch -> (logits, h). sampled: pairs
         (request, i), for each of which its request's next token but i is drawn, from these `rows`
         of logits.
         """
-        sizes = batch.graph_sizes() if self.ops.captures and name is not None else None
-        if sizes:
-            batch = batch.padded_to(*sizes)
-        draws = np.zeros(len(batch.logit_rows), ROW)  # zeros are padding
-        draws[rows] = [request.draw for request, _ in sampled]
-        draws["position"][rows] = [len(r.prompt) + r.sampled + i for r, i in sampled]
-        batch, draws = self.ops.upload_batch(batch), self.ops.upload_draws(draws)
+        if batch.draws is None:  # it does not go on from the last step
+            if self.ops.captures and name is not None and (sizes := batch.graph_sizes()):
+                batch = batch.padded_to(*sizes)
+            batch.draws = np.zeros(len(batch.logit_rows), ROW)  # zeros are padding
+            batch.draws[rows] = self.draws[[request.slot for request, _ in sampled]]
+            batch.draws["position"][rows] = [len(r.prompt) + r.sampled + i for r, i in sampled]
+        uploaded, draws = self.ops.upload_batch(batch), self.ops.upload_draws(batch.draws)
 
         def run():
-            logits, h = forward(batch)
-            return *self.ops.sample(logits, draws, batch), logits, h
-        return self.ops.run(sizes and (name, *sizes, batch.page_table.shape[1]), run)
+            logits, h = forward(uploaded)
+            return *self.ops.sample(logits, draws, uploaded), logits, h
+        key = batch.sizes and (name, *batch.sizes, batch.page_table.shape[1])
+        return *self.ops.run(key, run), batch
 
     def deliver(self, step):
         """Wait for a launched step and hand its tokens out."""
@@ -711,12 +725,12 @@ class Engine:
                 self.controller.learn(request, len(drafts), accepted)
                 request.sampled = len(request.tokens)
                 self.counts.update(drafted_tokens=len(drafts), accepted_tokens=accepted)
-            request.in_flight -= 1
         self.sweep()
 
     def sweep(self):
         """Free what ended requests held, once no launched step names them."""
-        for request in [r for r in self.active if r.finish_reason and not r.in_flight]:
+        done = self.steps - len(self.in_flight)
+        for request in [r for r in self.active if r.finish_reason and r.last_step < done]:
             self.active.remove(request)
             self.release(request)
 

@@ -239,7 +239,7 @@ def draw_last(engine, name, forward, batch, sampled):
     rows, count = slice(None), len(batch.tokens)
     if name and sampled and engine.ops.captures and count <= GRAPH_SIZES[-1]:
         rows, batch.logit_rows = batch.logit_rows, np.arange(count, dtype=np.int32)
-    tokens, _, _, last = engine.draw(name, forward, batch, sampled, rows)
+    tokens, *_, last, _ = engine.draw(name, forward, batch, sampled, rows)
     return engine.ops.fetch([tokens])()[0][rows].tolist() if sampled else [], last
 
 
@@ -285,6 +285,8 @@ class Controller:
         """
         if self.fixed is not None:
             return {r: n for r, most in limits.items() if (n := min(most, self.fixed)) > 0}
+        if not any(limits.values()):
+            return {}
         self.steps += 1
         count, plain = len(limits), self.cost(False, len(limits))
         if not np.all(plain):  # not known yet

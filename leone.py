@@ -56,7 +56,7 @@ class Event:
     drafted: bool = field(default=False, compare=False)  # the token was a draft that proved right
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Request:
     """One sequence from submission to its last token. Read `tokens`, `text`, `finish_reason`."""
     prompt: list
@@ -114,6 +114,7 @@ class Step:
     batch: Batch
     plain: list | None  # its requests, if all that it has is one row of each, to decode
     h: object  # the residual stream of its rows, until the next step is launched
+    drafts: dict  # request -> the drafts behind its token
     result: object  # waits and gives (tokens, log probabilities) of the rows that want them
     logits: dict  # row -> its logits, where a request asked for top_logprobs
     wants: dict  # request -> drafts asked for; if any, the next step waits for this one's tokens
@@ -595,10 +596,10 @@ class Engine:
             decoding.sort(key=lambda r: (r.last_step, r.sampled))
         return decoding[:self.max_rows]
 
-    def choose_rows(self, decoding, wants):
+    def choose_rows(self, decoding, drafts):
         """[(request, tokens, position, wanted)]: decoding sequences, each with its drafts, then
         chunks of prompts."""
-        chosen, drafts = [], self.proposer.propose(wants) if wants else {}
+        chosen = []
         for request in decoding:
             token = request.tokens[-1] if len(request.tokens) == request.sampled else FEED
             ids = [token, *drafts.get(request, ())]
@@ -633,10 +634,11 @@ class Engine:
         plain = (not wants and last and last.plain == decoding and len(decoding) == len(self.active)
                  and last.batch.advance(len(decoding)))
         if plain:  # the last step again, every sequence one token further
-            batch, sampled, rows = last.batch, last.sampled, len(decoding)
+            batch, sampled, rows, drafts = last.batch, last.sampled, len(decoding), {}
             chosen = [(r, ids, position + 1, 1) for r, ids, position, _ in last.chosen]
         else:
-            chosen = self.choose_rows(decoding, wants)
+            drafts = self.proposer.propose(wants) if wants else {}
+            chosen = self.choose_rows(decoding, drafts)
             if not chosen:
                 return False
             # Prompts enter a recurrent state at once, decoded tokens when the next step follows.
@@ -664,8 +666,8 @@ class Engine:
                 self.remember(request, request.prompt[:request.read])
         plain = decoding if self.ops.steps_ahead and rows == len(decoding) else None
         timed = len(decoding) + sum(wants.values()) if len(decoding) == len(chosen) else 0
-        self.last_step = Step(chosen, sampled, batch, plain, h, result, rows_of_logits, wants,
-                              timed, began)
+        self.last_step = Step(chosen, sampled, batch, plain, h, drafts, result, rows_of_logits,
+                              wants, timed, began)
         self.in_flight.append(self.last_step)
         self.steps += 1
         self.counts["rows"] += rows
@@ -704,27 +706,29 @@ class Engine:
         if step.rows:
             self.controller.time(step.rows, bool(step.wants), now - max(step.began, self.delivered))
         self.delivered = now
-        tokens, logprobs, end = tokens.tolist(), logprobs.tolist(), 0
-        for request, ids, _, wanted in step.chosen:
-            drafts, accepted, end = ids[len(ids) - wanted + 1:], 0, end + wanted
+        for request, drafts in step.drafts.items():
             request.drafted += len(drafts)  # before anybody hears of the end
-            for i, row in enumerate(range(end - wanted, end)):
-                token, logprob = tokens[row], logprobs[row]
-                if request.finish_reason is not None:  # it ended after this step was launched
-                    break
-                if token >= 0 and row in step.logits:
-                    request.top.append(most_likely(step.logits[row], request.top_logprobs,
-                                                   token, logprob))
-                right = i < len(drafts) and drafts[i] == token  # then the next row was, too
-                accepted += right
-                request.accepted += right
-                self.accept(request, token, logprob, right)
-                if not right or request.cancelled:
-                    break
-            if request in step.wants:  # no other step names it: all its tokens are known now
-                self.controller.learn(request, len(drafts), accepted)
-                request.sampled = len(request.tokens)
-                self.counts.update(drafted_tokens=len(drafts), accepted_tokens=accepted)
+        accepted, wrong = dict.fromkeys(step.wants, 0), None
+        for row, ((request, i), token, logprob) in enumerate(
+                zip(step.sampled, tokens.tolist(), logprobs.tolist())):
+            if request is wrong or request.finish_reason is not None:
+                continue  # the row follows a wrong draft, or was launched before the request ended
+            if request.top_logprobs and token >= 0:
+                request.top.append(most_likely(step.logits[row], request.top_logprobs,
+                                               token, logprob))
+            drafts = step.drafts.get(request, ())
+            right = i < len(drafts) and drafts[i] == token  # then the next row is, too
+            if right:
+                request.accepted += 1
+                accepted[request] += 1
+            self.accept(request, token, logprob, right)
+            if not right or request.cancelled:
+                wrong = request
+        for request in step.wants:  # no other step names it: all its tokens are known now
+            drafted = len(step.drafts.get(request, ()))
+            self.controller.learn(request, drafted, accepted[request])
+            request.sampled = len(request.tokens)
+            self.counts.update(drafted_tokens=drafted, accepted_tokens=accepted[request])
         self.sweep()
 
     def sweep(self):
@@ -744,19 +748,19 @@ class Engine:
         request.tokens.append(token)
         request.logprobs.append(logprob)
         ended = token in self.tokenizer.eos_ids and not request.ignore_eos
+        reason = ("stop" if ended else
+                  "length" if len(request.tokens) == request.max_tokens else None)
         unknown = token >= self.cfg.n_tokens  # a row that only pads the table: it has no text
-        text, stopped = "" if ended or unknown else request.stream.feed(token), False
-        last = ended or len(request.tokens) == request.max_tokens
-        if last:
+        text = "" if ended or unknown else request.stream.feed(token)
+        if reason:
             text += request.stream.flush()
         if stop := request.sampling.stop:
-            text, request.held, stopped = split_at_stop(request.held + text, stop, last)
+            text, request.held, stopped = split_at_stop(request.held + text, stop, reason)
+            reason = "stop" if stopped else reason
         request.text += text
         request.events.append(Event(token, text, logprob, drafted))
-        if ended or stopped:
-            self.finish(request, "stop")
-        elif last:
-            self.finish(request, "length")
+        if reason:
+            self.finish(request, reason)
         else:
             self.on_event(request)
 

@@ -377,7 +377,7 @@ class Device:
             self.landings = itertools.cycle([
                 (self.open("cuEventCreate", 0, undo="cuEventDestroy"),
                  int(self.open("cuMemAllocHost", LANDING_BYTES, undo="cuMemFreeHost")))
-                for _ in range(4)])
+                for _ in range(16)])  # more than a draft has rounds
             self.opened.callback(self.free_all)
             self.opened = self.opened.pop_all()
         self.single_rows = self.longest_span = 0  # of the batch: sequences of one row in front

@@ -85,8 +85,9 @@ DEVICE void mma_16x8x16(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsi
 // linear: y = x W^T. Weights stay quantised in memory and become f16 in registers.
 //
 // One order of summation, whatever the number of rows. Weights are the 16-row side of the tensor
-// core product, tokens its 8-column side. K is walked in chunks of 64 (4 products of 16). Four
-// chunks are a part: it sums from zero, and part sums are added in index order. K is padded to 128.
+// core product, tokens its 8-column side. K is walked in chunks of 64 (4 products of 16); four
+// chunks are a part. Parts i, i + CHAINS, i + 2 CHAINS, ... are chain i: it sums from zero in the
+// tensor core's accumulators, and chain sums are added in index order. K is padded to 128.
 //
 // Two chunks are 128 values of K: lane 4g+t owns 32 of them, 16 a chunk, from 32t on, of the weight
 // rows g and g+8 of a 16-row tile and of token g. So it decodes the scales of a block of 32 once.
@@ -123,6 +124,7 @@ constexpr FormatSizes SIZES[] = {
 constexpr int TILE_ROWS = 16;
 constexpr int CHUNK = 64;
 constexpr int PART_CHUNKS = 4;
+constexpr int CHAINS = 8;  // as many as a block of few rows has warps
 
 // f16 pairs
 constexpr unsigned HALF2_M0 = 0x80008000, HALF2_2 = 0x40004000,
@@ -424,21 +426,19 @@ struct OwnRows {
     DEVICE int x_of(int y_row) const { return y_row; }
 };
 
-// ---- few rows: the warps of a block take the parts of a tile in turn ---------------------------
+// ---- few rows: each warp of a block takes a chain of a tile -----------------------------------
 
-constexpr int FEW_WARPS = 8;
 constexpr int FEW_STRIDE = 20;  // floats of a token's 16 sums in shared memory: no bank conflicts
-template <int WARPS>
-constexpr int FEW_SUMS = WARPS * 16 * FEW_STRIDE;
+template <int WARPS, int TOKENS>
+constexpr int FEW_SUMS = WARPS * TOKENS * FEW_STRIDE;
 
 // The tiles place.index, place.index + place.blocks, ... of a row block. The loads of a warp run
 // ahead of its products by one part, across tiles too.
 template <int FORMAT, int TOKEN_TILES, int BLOCKS, int WARPS, typename Rows>
 DEVICE void linear_few(const Product& product, const Place& place, const Rows& rows,
-                       float (&sums)[2][FEW_SUMS<WARPS>]) {
+                       float (&sums)[2][FEW_SUMS<WARPS, 8 * TOKEN_TILES>]) {
     using P = Packed<FORMAT>;
     constexpr int TOKENS = 8 * TOKEN_TILES;
-    constexpr int WINDOW = FEW_SUMS<WARPS> / (TOKENS * FEW_STRIDE);  // part sums that wait
     // Chunks loaded in advance, as many as there are registers for.
     constexpr bool TIGHT = (FORMAT == Q5_K && BLOCKS > 2) || (!P::WHOLE_PARTS && BLOCKS > 3);
     constexpr int AHEAD = P::WORDS > 8 ? 1 : P::WORDS == 8 || TIGHT ? 2 : 4;
@@ -452,7 +452,7 @@ DEVICE void linear_few(const Product& product, const Place& place, const Rows& r
         return P::WHOLE_PARTS ? part < parts : part * PART_CHUNKS + c < chunks;
     };
     const unsigned tile_bytes = P::tile_bytes(chunks);
-    int windows = 0;
+    int half_of_sums = 0;
 
     const uint4* x[TOKEN_TILES];  // past the end: the last token again, its results are dropped
     for (int n = 0; n < TOKEN_TILES; n++)
@@ -496,53 +496,50 @@ DEVICE void linear_few(const Product& product, const Place& place, const Rows& r
             before = load_if(mine && product.add, to, 0.0f);
         };
         if (BLOCKS == 2) load_rest();  // early, if there are registers to keep it
-        for (int window = 0; window < parts; window += WINDOW) {
-            float* window_sums = sums[windows++ & 1];
-            const int window_parts = min(WINDOW, parts - window);
-            for (int part = window + warp; part < window + window_parts; part += WARPS) {
-                // What this warp takes next; parts: nothing.
-                const bool same_tile = part + WARPS < parts;
-                const uint8_t* next_tile = same_tile ? tile : tile + place.blocks * tile_bytes;
-                const int next = same_tile                      ? part + WARPS
-                                 : index + place.blocks < tiles ? warp
-                                                                : parts;
-                for (int i = 0; i < P::SCALE_WORDS; i++) scales[i] = next_scales[i];
-                if (next < parts) load_scales<FORMAT>(next_tile, chunks, next, lane, next_scales);
-                float sum[TOKEN_TILES][4] = {};
-                ChunkScales s = {};
+        float sum[TOKEN_TILES][4] = {};
+        for (int part = warp; part < parts; part += WARPS) {
+            // What this warp takes next; parts: nothing.
+            const bool same_tile = part + WARPS < parts;
+            const uint8_t* next_tile = same_tile ? tile : tile + place.blocks * tile_bytes;
+            const int next = same_tile                      ? part + WARPS
+                             : index + place.blocks < tiles ? warp
+                                                            : parts;
+            for (int i = 0; i < P::SCALE_WORDS; i++) scales[i] = next_scales[i];
+            if (next < parts) load_scales<FORMAT>(next_tile, chunks, next, lane, next_scales);
+            ChunkScales s = {};
 #pragma unroll
-                for (int c = 0; c < PART_CHUNKS; c++) {
-                    if (P::WHOLE_PARTS || exists(part, c)) {
-                        decode_scales<FORMAT>(scales, c, s);
-                        for (int half = 0; half < 2; half++) {
-                            unsigned a[2][4];
-                            dequantise<FORMAT>(words[c % AHEAD], s, half, a);
-                            for (int n = 0; n < TOKEN_TILES; n++) {
-                                const unsigned(&k)[4] = b[c % TOKENS_AHEAD][n][half];
-                                mma_16x8x16(sum[n], a[0], k[0], k[1]);
-                                mma_16x8x16(sum[n], a[1], k[2], k[3]);
-                            }
+            for (int c = 0; c < PART_CHUNKS; c++) {
+                if (P::WHOLE_PARTS || exists(part, c)) {
+                    decode_scales<FORMAT>(scales, c, s);
+                    for (int half = 0; half < 2; half++) {
+                        unsigned a[2][4];
+                        dequantise<FORMAT>(words[c % AHEAD], s, half, a);
+                        for (int n = 0; n < TOKEN_TILES; n++) {
+                            const unsigned(&k)[4] = b[c % TOKENS_AHEAD][n][half];
+                            mma_16x8x16(sum[n], a[0], k[0], k[1]);
+                            mma_16x8x16(sum[n], a[1], k[2], k[3]);
                         }
                     }
-                    const int far = (c + AHEAD) % PART_CHUNKS;
-                    if (c + AHEAD < PART_CHUNKS) load_ahead(tile, part, far);
-                    else load_ahead(next_tile, next, far);
-                    load_tokens(c + TOKENS_AHEAD < PART_CHUNKS ? part : next,
-                                (c + TOKENS_AHEAD) % PART_CHUNKS);
                 }
-                for (int n = 0; n < TOKEN_TILES; n++)
-                    for (int i = 0; i < 4; i++)
-                        window_sums[((part - window) * TOKENS + 8 * n + 2 * t + (i & 1)) *
-                                        FEW_STRIDE + g + 8 * (i >> 1)] = sum[n][i];
-                tile = next_tile;
+                const int far = (c + AHEAD) % PART_CHUNKS;
+                if (c + AHEAD < PART_CHUNKS) load_ahead(tile, part, far);
+                else load_ahead(next_tile, next, far);
+                load_tokens(c + TOKENS_AHEAD < PART_CHUNKS ? part : next,
+                            (c + TOKENS_AHEAD) % PART_CHUNKS);
             }
-            __syncthreads();  // one a window: the next one takes the other half of `sums`
-            if (mine) {
-                const float* own = window_sums + token * FEW_STRIDE + threadIdx.x % TILE_ROWS;
-#pragma unroll 8
-                for (int i = 0; i < window_parts; i++)
-                    total = __fadd_rn(total, own[i * TOKENS * FEW_STRIDE]);
-            }
+            tile = next_tile;
+        }
+        float* tile_sums = sums[half_of_sums];
+        half_of_sums ^= 1;  // one barrier a tile: the next one takes the other half
+        for (int n = 0; n < TOKEN_TILES; n++)
+            for (int i = 0; i < 4; i++)
+                tile_sums[(warp * TOKENS + 8 * n + 2 * t + (i & 1)) * FEW_STRIDE + g +
+                          8 * (i >> 1)] = sum[n][i];
+        __syncthreads();
+        if (mine) {
+            const float* own = tile_sums + token * FEW_STRIDE + threadIdx.x % TILE_ROWS;
+            for (int i = 0; i < WARPS; i++)
+                total = __fadd_rn(total, own[i * TOKENS * FEW_STRIDE]);
         }
         if (BLOCKS > 2) load_rest();
         if (mine) *to = result(total, row_scale * token_scale, bias, before);
@@ -551,11 +548,11 @@ DEVICE void linear_few(const Product& product, const Place& place, const Rows& r
 
 template <int TOKEN_TILES, int BLOCKS>
 DEVICE void linear_tiles(const Linear& work) {
-    __shared__ float sums[2][FEW_SUMS<FEW_WARPS>];
+    __shared__ float sums[2][FEW_SUMS<CHAINS, 8 * TOKEN_TILES>];
     let_successor_start();
     const Place place = place_in(work.stack, blockIdx.x);
     with_format(place.format, [&](auto format) {
-        linear_few<format, TOKEN_TILES, BLOCKS, FEW_WARPS>(work.product, place, OwnRows(), sums);
+        linear_few<format, TOKEN_TILES, BLOCKS, CHAINS>(work.product, place, OwnRows(), sums);
     });
 }
 
@@ -563,19 +560,19 @@ DEVICE void linear_tiles(const Linear& work) {
 // PRECOND: grid (sum of blocks), 256 threads; x padded with zeros to CHUNK * chunks columns.
 // A block holds 16 columns at a time; thread 16 i + r ends with row i, column r of them.
 // Moves the weights once, x once per multiprocessor, 4 bytes per element of y.
-KERNEL __launch_bounds__(32 * FEW_WARPS, 2) linear_few_8(const __grid_constant__ Linear work) {
+KERNEL __launch_bounds__(32 * CHAINS, 2) linear_few_8(const __grid_constant__ Linear work) {
     linear_tiles<1, 2>(work);
 }
 
 // The same with three blocks on a multiprocessor that load less in advance. 8B on an H200, 1 row:
 // q|k|v with 384 tiles 6.6 us instead of 7.5; down with 256 tiles 13 us instead of 11.
-KERNEL __launch_bounds__(32 * FEW_WARPS, 3)
+KERNEL __launch_bounds__(32 * CHAINS, 3)
 linear_few_8_three(const __grid_constant__ Linear work) {
     linear_tiles<1, 3>(work);
 }
 
 // The same for rows <= 16.
-KERNEL __launch_bounds__(32 * FEW_WARPS, 2) linear_few_16(const __grid_constant__ Linear work) {
+KERNEL __launch_bounds__(32 * CHAINS, 2) linear_few_16(const __grid_constant__ Linear work) {
     linear_tiles<2, 2>(work);
 }
 
@@ -595,11 +592,12 @@ DEVICE void barrier_sync(int id, int threads) {
 DEVICE void barrier_arrive(int id, int threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
-// A thread block has ROWS rows of x and COLUMNS of y. Its GROUPS groups take the parts in turn. The
-// WARPS warps of a group take as many tiles each and share the tokens of a chunk.
+// A thread block has ROWS rows of x and COLUMNS of y. Its GROUPS groups take the chains in turn.
+// The WARPS warps of a group take as many tiles each and share the tokens of a chunk.
 // Shared memory: RING_KB of [group][slot][tokens, then each tile's words of a chunk], with as many
 // slots as fit, then totals.
-template <int FORMAT, int ROWS, int COLUMNS, int WARPS, int GROUPS, int RING_KB, typename Rows>
+template <int CHAINS, int FORMAT, int ROWS, int COLUMNS, int WARPS, int GROUPS, int RING_KB,
+          typename Rows>
 DEVICE void linear_staged(const Product& product, const Place& place, const Rows& rows,
                           int first_token, uint8_t* shared) {
     using P = Packed<FORMAT>;
@@ -642,7 +640,7 @@ DEVICE void linear_staged(const Product& product, const Place& place, const Rows
     }
     constexpr int STEP_BYTES = STEP * SLOT_BYTES;
     unsigned slots = ring, far_slots = ring;  // of the step that is read, of the one to be fetched
-    int far = group * PART_CHUNKS;            // that one's first chunk
+    int far_chain = group, far = group * PART_CHUNKS;  // that one's chain and first chunk
     const auto next_slots = [=](unsigned slots) {
         return slots + STEP_BYTES == ring + RING_BYTES ? ring : slots + STEP_BYTES;
     };
@@ -665,7 +663,10 @@ DEVICE void linear_staged(const Product& product, const Place& place, const Rows
             }
         }
         far += STEP;
-        if (far % PART_CHUNKS == 0) far += (GROUPS - 1) * PART_CHUNKS;
+        if (far % PART_CHUNKS == 0 || far == chunks) {
+            far = ((far - 1) / PART_CHUNKS + CHAINS) * PART_CHUNKS;
+            if (far >= chunks && (far_chain += GROUPS) < CHAINS) far = far_chain * PART_CHUNKS;
+        }
         far_slots = next_slots(far_slots);
         asm volatile("cp.async.commit_group;");
     };
@@ -680,64 +681,69 @@ DEVICE void linear_staged(const Product& product, const Place& place, const Rows
     for (int step = 1; step < STEPS; step++) fetch_step();
 
     float total[ROW_TILES][TOKEN_TILES][4] = {};  // with several groups: goes via shared memory
-    for (int part = group; part < parts; part += GROUPS) {
+    const int chains = min(CHAINS, parts);
+    for (int chain = group; chain < chains; chain += GROUPS) {
         float sum[ROW_TILES][TOKEN_TILES][4] = {};
-        ChunkScales s[ROW_TILES] = {};
-        for (int m = 0; m < ROW_TILES; m++)
-            for (int i = 0; i < P::SCALE_WORDS; i++) scales[m][i] = next_scales[m][i];
-        load_part_scales(part + GROUPS);
-        const int part_chunks = min(chunks - part * PART_CHUNKS, PART_CHUNKS);
-#pragma unroll 1  // half the code, at the same speed
-        for (int pair = 0; pair < part_chunks; pair += 2) {
-#pragma unroll
-            for (int c = 0; c < 2; c++) {
-                if (c % STEP == 0) {
-                    // This step is there, and all warps of the group have read the one before,
-                    // whose slots take another one.
-                    asm volatile("cp.async.wait_group %0;" ::"n"(STEPS - 2));
-                    barrier_sync(group, GROUP_THREADS);
-                    fetch_step();
-                }
-                const unsigned slot = slots + c % STEP * SLOT_BYTES;
-                unsigned words[ROW_TILES][P::WORDS];
-                for (int m = 0; m < ROW_TILES; m++) {
-                    const unsigned from = slot + own_words + m * P::CHUNK_BYTES;
-                    if constexpr (DIRECT) {
-                        load_chunk<FORMAT>(tiles[m], part, pair + c, lane, words[m]);
-                    } else {
-                        for_pieces<FORMAT>(lane, [&](auto n, int byte, int word) {
-                            load_shared<n>(from + byte, words[m] + word);
-                        });
+        for (int part = chain; part < parts; part += CHAINS) {
+            ChunkScales s[ROW_TILES] = {};
+            for (int m = 0; m < ROW_TILES; m++)
+                for (int i = 0; i < P::SCALE_WORDS; i++) scales[m][i] = next_scales[m][i];
+            load_part_scales(part + CHAINS < parts     ? part + CHAINS
+                             : chain + GROUPS < chains ? chain + GROUPS
+                                                       : parts);
+            const int part_chunks = min(chunks - part * PART_CHUNKS, PART_CHUNKS);
+    #pragma unroll 1  // half the code, at the same speed
+            for (int pair = 0; pair < part_chunks; pair += 2) {
+    #pragma unroll
+                for (int c = 0; c < 2; c++) {
+                    if (c % STEP == 0) {
+                        // This step is there, and all warps of the group have read the one before,
+                        // whose slots take another one.
+                        asm volatile("cp.async.wait_group %0;" ::"n"(STEPS - 2));
+                        barrier_sync(group, GROUP_THREADS);
+                        fetch_step();
                     }
-                    decode_scales<FORMAT>(scales[m], c, s[m]);
-                }
-                for (int half = 0; half < 2; half++) {
-                    unsigned a[ROW_TILES][2][4];
-                    for (int m = 0; m < ROW_TILES; m++)
-                        dequantise<FORMAT>(words[m], s[m], half, a[m]);
-                    const unsigned tokens = slot + 512 * half + 16 * lane;
-                    for (int batch = 0; batch < TOKEN_TILES; batch += BATCH) {
-                        unsigned b[BATCH][4];
-                        for (int n = 0; n < BATCH; n++)
-                            load_shared<4>(tokens + (batch + n) * 1024, b[n]);
-                        for (int j = 0; j < 2; j++)
+                    const unsigned slot = slots + c % STEP * SLOT_BYTES;
+                    unsigned words[ROW_TILES][P::WORDS];
+                    for (int m = 0; m < ROW_TILES; m++) {
+                        const unsigned from = slot + own_words + m * P::CHUNK_BYTES;
+                        if constexpr (DIRECT) {
+                            load_chunk<FORMAT>(tiles[m], part, pair + c, lane, words[m]);
+                        } else {
+                            for_pieces<FORMAT>(lane, [&](auto n, int byte, int word) {
+                                load_shared<n>(from + byte, words[m] + word);
+                            });
+                        }
+                        decode_scales<FORMAT>(scales[m], c, s[m]);
+                    }
+                    for (int half = 0; half < 2; half++) {
+                        unsigned a[ROW_TILES][2][4];
+                        for (int m = 0; m < ROW_TILES; m++)
+                            dequantise<FORMAT>(words[m], s[m], half, a[m]);
+                        const unsigned tokens = slot + 512 * half + 16 * lane;
+                        for (int batch = 0; batch < TOKEN_TILES; batch += BATCH) {
+                            unsigned b[BATCH][4];
                             for (int n = 0; n < BATCH; n++)
-                                for (int m = 0; m < ROW_TILES; m++)
-                                    mma_16x8x16(sum[m][batch + n], a[m][j], b[n][2 * j],
-                                                b[n][2 * j + 1]);
+                                load_shared<4>(tokens + (batch + n) * 1024, b[n]);
+                            for (int j = 0; j < 2; j++)
+                                for (int n = 0; n < BATCH; n++)
+                                    for (int m = 0; m < ROW_TILES; m++)
+                                        mma_16x8x16(sum[m][batch + n], a[m][j], b[n][2 * j],
+                                                    b[n][2 * j + 1]);
+                        }
                     }
+                    if ((c + 1) % STEP == 0) slots = next_slots(slots);
                 }
-                if ((c + 1) % STEP == 0) slots = next_slots(slots);
+                for (int m = 0; m < ROW_TILES; m++)  // the scales of the other pair of chunks
+                    for (int i = 0; i < P::SIZE.scale_words / 2; i++)
+                        scales[m][i] = scales[m][i + P::SIZE.scale_words / 2];
             }
-            for (int m = 0; m < ROW_TILES; m++)  // the scales of the other pair of chunks
-                for (int i = 0; i < P::SIZE.scale_words / 2; i++)
-                    scales[m][i] = scales[m][i + P::SIZE.scale_words / 2];
         }
-        // With several groups the total goes from group to group in part order, lane to lane.
+        // With several groups the total goes from group to group in chain order, lane to lane.
         // Barrier `turn` of a warp tells it that this warp of the group before has written.
         static_assert((1 + WARPS) * GROUPS <= 16, "a block has 16 barriers");
         const auto turn = [=](int group) { return (1 + member) * GROUPS + group % GROUPS; };
-        const bool takes = GROUPS > 1 && part > 0, gives = GROUPS > 1 && part + 1 < parts;
+        const bool takes = GROUPS > 1 && chain > 0, gives = GROUPS > 1 && chain + 1 < chains;
         if (takes) barrier_sync(turn(group), 64);
         float4* at = reinterpret_cast<float4*>(shared + GROUPS * RING_BYTES) +
                      member * ROW_TILES * TOKEN_TILES * 32 + lane;
@@ -751,7 +757,7 @@ DEVICE void linear_staged(const Product& product, const Place& place, const Rows
             }
         if (gives) barrier_arrive(turn(group + 1), 64);
     }
-    if ((parts - 1) % GROUPS != group) return;  // the group of the last part has the totals
+    if ((chains - 1) % GROUPS != group) return;  // the group of the last chain has the totals
 
     const int row = tile * TILE_ROWS + g, column = place.column + row;
     float scale[2 * ROW_TILES], bias[2 * ROW_TILES];  // of the rows row + 8 r
@@ -790,8 +796,8 @@ DEVICE void linear_block(const Linear& work) {
     wait_for_predecessor();
     const Place place = place_in(work.stack, blockIdx.y);
     with_format(place.format, [&](auto format) {
-        linear_staged<format, ROWS, SHAPE...>(work.product, place, OwnRows(), blockIdx.x * ROWS,
-                                              shared);
+        linear_staged<CHAINS, format, ROWS, SHAPE...>(work.product, place, OwnRows(),
+                                                      blockIdx.x * ROWS, shared);
     });
 }
 
@@ -2755,14 +2761,14 @@ DEVICE void with_item(const LinearExperts& work, Body body) {
 // y [tokens, heads, columns] of x [tokens, heads, K]. Items of <= 8 tokens.
 // PRECOND: grid (sum of blocks, items), 128 threads. As linear_few_8 with four warps a block: K of
 // an expert is short (3 parts of 768), and warps without a part would idle.
-constexpr int EXPERT_WARPS = 4;
-KERNEL __launch_bounds__(32 * EXPERT_WARPS, 6)
+constexpr int EXPERT_CHAINS = 4;
+KERNEL __launch_bounds__(32 * EXPERT_CHAINS, 6)
 linear_experts_8(const __grid_constant__ LinearExperts work) {
-    __shared__ float sums[2][FEW_SUMS<EXPERT_WARPS>];
+    __shared__ float sums[2][FEW_SUMS<EXPERT_CHAINS, 8>];
     let_successor_start();
     if (!work.known) wait_for_predecessor();
     with_item<8>(work, [&](auto format, const Product& product, const Place& place, auto rows) {
-        linear_few<format, 1, 6, EXPERT_WARPS>(product, place, rows, sums);
+        linear_few<format, 1, 6, EXPERT_CHAINS>(product, place, rows, sums);
     });
 }
 
@@ -2773,7 +2779,7 @@ linear_experts_some(const __grid_constant__ LinearExperts work) {
     extern __shared__ __align__(128) uint8_t shared[];
     wait_for_predecessor();
     with_item<32>(work, [&](auto format, const Product& product, const Place& place, auto rows) {
-        linear_staged<format, 32, 128, 8, 1, 40>(product, place, rows, 0, shared);
+        linear_staged<EXPERT_CHAINS, format, 32, 128, 8, 1, 40>(product, place, rows, 0, shared);
     });
 }
 

@@ -11,7 +11,7 @@ from itertools import chain
 import numpy as np
 
 PAGE = 64  # tokens of a page
-FEED = -1  # token of a row whose token is still on the device: the last one sampled for its slot
+FEED = -1  # token of a row whose token is still on the device: the last one drawn for its slot
 GRAPH_SIZES = 1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128  # rows of decode batches that have a graph
 
 ROW_ARRAYS = "tokens", "positions", "slots", "rope_sets", "tiles", "spans", "logit_rows"
@@ -24,7 +24,7 @@ class Batch:
     Decoding, a chunk of prefill and the check of a draft differ only in how many rows a sequence
     has.
     """
-    tokens: np.ndarray  # int32 [rows]; negative: FEED, or no token (padding)
+    tokens: np.ndarray  # int32 [rows]; FEED, or another negative: no token (padding)
     positions: np.ndarray  # int32 [rows], place of the token in its sequence
     slots: np.ndarray  # int32 [rows], row of page_table; negative: padding
     rope_sets: np.ndarray  # int32 [rows], which of Config.rope_sets

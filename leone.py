@@ -664,7 +664,7 @@ class Engine:
             request.read = request.committed = position + len(ids)
             if wanted and not self.cfg.n_state_layers or request.read in request.marks:
                 self.remember(request, request.prompt[:request.read])
-        plain = decoding if self.ops.steps_ahead and rows == len(decoding) else None
+        plain = decoding if rows == len(decoding) else None
         timed = len(decoding) + sum(wants.values()) if len(decoding) == len(chosen) else 0
         self.last_step = Step(chosen, sampled, batch, plain, h, drafts, result, rows_of_logits,
                               wants, timed, began)

@@ -35,7 +35,7 @@ from gguf import quants
 
 import sampling
 from errors import RequestError
-from kv import PAGE, state_layout
+from kv import FEED, PAGE, state_layout
 
 ROWS = 8  # token rows of the product that defines the bits
 TILES = 64, 32, 16, ROWS  # token rows of one BLAS call, where they are safe
@@ -104,6 +104,7 @@ class Reference:
         self.free_bytes = memory_limit if memory_limit is not None else available_memory() // 2
         self.panels = {}  # address of a tensor -> its Panels: tied matrices are expanded once
         self.adjustments = {}  # slot -> ADJUSTMENT [n_vocab]
+        self.last_tokens = {}  # slot -> the token drawn last for it
         self.allocated = {}  # purpose -> bytes
         self.tiles = {}  # weight shape -> sizes of safe token tiles, largest first
 
@@ -209,11 +210,14 @@ class Reference:
     # ---- ops, in the order in which the forward pass calls them --------------------------------
 
     def embed(self, table, batch):
-        """h [rows, n_embd]: one row of the table per token. Rows with a negative token are zero."""
+        """h [rows, n_embd]: one row of the table per token. FEED is the one that was drawn last for
+        the row's slot; rows with another negative token are zero."""
         h = np.zeros((len(batch.tokens), table.cols), self.dtype)
-        real = batch.tokens >= 0
+        tokens = [self.last_tokens.get(slot, 0) if token == FEED else token
+                  for token, slot in zip(batch.tokens.tolist(), batch.slots.tolist())]
+        real = np.array(tokens) >= 0
         if real.any():
-            h[real] = dequantised(table.tensors[0], batch.tokens[real], self.dtype)
+            h[real] = dequantised(table.tensors[0], np.array(tokens)[real], self.dtype)
         return h
 
     def rmsnorm(self, h, weight, eps, rows=None):
@@ -471,8 +475,15 @@ class Reference:
         h += total
 
     def sample(self, logits, draws, batch):
-        """(tokens int32, log probabilities f32) of one drawn token per row; see sampling.py."""
-        return sampling.sample(logits, draws, self.adjustments)
+        """(tokens int32, log probabilities f32) of one drawn token per row; see sampling.py.
+
+        The tokens are also kept for rows of later steps that FEED on the last one of their slot.
+        """
+        tokens, logprobs = sampling.sample(logits, draws, self.adjustments)
+        drawn = draws["active"] > 0
+        self.last_tokens.update(zip(batch.slots[batch.logit_rows[drawn]].tolist(),
+                                    np.maximum(tokens[drawn], 0).tolist()))
+        return tokens, logprobs
 
     def copy_page(self, kv, source, target):
         for array in kv.arrays:

@@ -30,7 +30,7 @@ import numpy as np
 
 import gguf_file
 import model
-from kv import GRAPH_SIZES, Batch
+from kv import FEED, GRAPH_SIZES, Batch
 
 MAX_DRAFT = 8  # most drafts of a sequence in one step
 # Token ids that the model's own head drafts, of those that BPE merged first: the most frequent. It
@@ -136,15 +136,14 @@ class DraftModel(Proposer):
             spans.append(self.span(request, start, new[:room], request in drafts))
             self.read[request] = start + len(new[:room])
             room -= len(new[:room])
-        going = list(drafts)
+        drawn, going = [], list(drafts)
         for i in range(max(wants.values())):
-            for request, token in zip(going, self.draw(spans, going, i)):
-                drafts[request].append(token)
-            going = [r for r in going if i + 1 < wants[r] and drafts[r][-1] >= 0]
-            spans = [self.span(r, self.read[r] + i, drafts[r][-1:], True) for r in going]
+            drawn.append((going, self.draw(spans, going, i)))
+            going = [r for r in going if i + 1 < wants[r]]
+            spans = [self.span(r, self.read[r] + i, [FEED], True) for r in going]
             if not going:
                 break
-        return valid(drafts, self.engine.cfg.n_vocab)
+        return drafts_of(drawn, self.engine.cfg.n_vocab)
 
     def span(self, request, position, ids, wanted):
         long = len(request.prompt) + request.max_tokens > self.cfg.rope_long_from
@@ -185,18 +184,17 @@ class Mtp(Proposer):
     def propose(self, wants):
         """First the pairs of the last step that are known by now, then draft after draft."""
         step = self.followed = self.engine.last_step
-        active, drafts = self.pairs(step, wants) if step else {}, {}
+        active, drawn = self.pairs(step, wants) if step else {}, []
         hidden = self.hidden(step) if active else None
         for place in range(max(wants.values())):
             wanted = [request for request in active if wants.get(request, 0) > place]
             if not wanted:
                 break
             tokens, hidden = self.draw(hidden, active, wanted, place)
-            for request, token in zip(wanted, tokens):
-                drafts.setdefault(request, []).append(token)
+            drawn.append((wanted, tokens))
             active = {r: (active[r][0] + len(active[r][2]) - 1, active[r][1] + len(active[r][2]),
-                          drafts[r][-1:]) for r in wanted}
-        return valid(drafts, self.engine.cfg.n_vocab)
+                          [FEED]) for r in wanted}
+        return drafts_of(drawn, self.engine.cfg.n_vocab)
 
     def pairs(self, step, wants):
         """{request: (first row, its position, the tokens behind its and the next rows')}, in the
@@ -215,7 +213,7 @@ class Mtp(Proposer):
         return engine.ops.rmsnorm_f32(step.h, engine.weights.output_norm, engine.cfg.rms_eps)
 
     def draw(self, hidden, active, wanted, place=0):
-        """(a token at `place` of the draft for each of `wanted`, the next `hidden`)."""
+        """(see draw_last, a token at `place` of the draft of each of `wanted`; next `hidden`)."""
         engine, spans, end = self.engine, [], 0
         for request, (row, position, ids) in active.items():
             spans.append((-1, 0, [-2] * (row - end), 0, 0))
@@ -232,7 +230,8 @@ class Mtp(Proposer):
 
 
 def draw_last(engine, name, forward, batch, sampled):
-    """(tokens of Engine.draw, its last result), from the rows of `batch` that want logits.
+    """(a function that waits for the tokens of Engine.draw, its last result), from the rows of
+    `batch` that want logits. The tokens are on the device: the next batch can FEED on them.
 
     Small batches get logits in all rows: then a graph can be replayed.
     """
@@ -240,11 +239,19 @@ def draw_last(engine, name, forward, batch, sampled):
     if name and sampled and engine.ops.captures and count <= GRAPH_SIZES[-1]:
         rows, batch.logit_rows = batch.logit_rows, np.arange(count, dtype=np.int32)
     tokens, *_, last, _ = engine.draw(name, forward, batch, sampled, rows)
-    return engine.ops.fetch([tokens])()[0][rows].tolist() if sampled else [], last
+    if not sampled:
+        return list, last
+    arrived = engine.ops.fetch([tokens])
+    return lambda: arrived()[0][rows].tolist(), last
 
 
-def valid(drafts, n_vocab):
-    """The drafts up to the first token that is none: of broken logits, or one row too many."""
+def drafts_of(drawn, n_vocab):
+    """{request: drafts}, from the requests and the tokens of each round. A draft ends before the
+    first token that is none: of broken logits, or a row that only pads the table."""
+    drafts = {}
+    for requests, tokens in drawn:
+        for request, token in zip(requests, tokens()):
+            drafts.setdefault(request, []).append(token)
     drafts = {request: list(takewhile(lambda token: 0 <= token < n_vocab, draft))
               for request, draft in drafts.items()}
     return {request: draft for request, draft in drafts.items() if draft}

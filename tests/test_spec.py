@@ -1,6 +1,5 @@
 """Speculation: drafts change how fast tokens come, and nothing else. Models of random weights."""
 import collections
-import dataclasses
 import hashlib
 import itertools
 import json
@@ -275,22 +274,8 @@ class RunsAhead(reference.Reference):
     def embed(self, table, batch):
         if self.scratch is not None:
             self.scratch[:] = np.nan
-        fed = batch.tokens == leone.FEED
-        tokens = np.where(fed, self.last_tokens(batch)[batch.slots], batch.tokens)
-        self.scratch = super().embed(table, dataclasses.replace(batch, tokens=tokens))
+        self.scratch = super().embed(table, batch)
         return self.scratch
-
-    def sample(self, logits, draws, batch):
-        tokens, logprobs = super().sample(logits, draws, batch)
-        slots = batch.slots[batch.logit_rows]
-        drawn = draws["active"] > 0
-        self.last_tokens(batch)[slots[drawn]] = np.maximum(tokens[drawn], 0)
-        return tokens, logprobs
-
-    def last_tokens(self, batch):
-        if not hasattr(self, "last"):
-            self.last = np.zeros(len(batch.page_table), np.int32)
-        return self.last
 
 
 @pytest.mark.parametrize("target, draft", [

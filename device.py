@@ -376,7 +376,8 @@ class Device:
             # pinned memory for results on their way to the host, taken in turn
             self.landings = itertools.cycle([
                 (self.open("cuEventCreate", 0, undo="cuEventDestroy"),
-                 int(self.open("cuMemAllocHost", LANDING_BYTES, undo="cuMemFreeHost")))
+                 (ctypes.c_byte * LANDING_BYTES).from_address(int(
+                     self.open("cuMemAllocHost", LANDING_BYTES, undo="cuMemFreeHost"))))
                 for _ in range(16)])  # more than a draft has rounds
             self.opened.callback(self.free_all)
             self.opened = self.opened.pop_all()
@@ -669,22 +670,21 @@ class Device:
         self.graphs = {}
 
     def fetch(self, buffers):
-        """Start copying `buffers` to the host; the returned function waits and gives arrays."""
-        if sum(padded(buffer.nbytes, 16) for buffer in buffers) > LANDING_BYTES:
+        """Start copying `buffers`, which lie close behind each other, to the host; the returned
+        function waits and gives arrays."""
+        start, end = buffers[0].ptr, buffers[-1].ptr + buffers[-1].nbytes
+        if end - start > LANDING_BYTES:
             downloaded = [self.download(buffer) for buffer in buffers]
             return lambda: downloaded
-        event, address = next(self.landings)
-        arrays = []
-        for buffer in buffers:
-            call("cuMemcpyDtoHAsync", address, buffer.ptr, buffer.nbytes, self.stream)
-            raw = (ctypes.c_byte * buffer.nbytes).from_address(address)
-            arrays.append(np.frombuffer(raw, buffer.dtype).reshape(buffer.shape))
-            address += padded(buffer.nbytes, 16)
+        event, landing = next(self.landings)
+        call("cuMemcpyDtoHAsync", ctypes.addressof(landing), start, end - start, self.stream)
         call("cuEventRecord", event, self.stream)
 
         def wait():
             call("cuEventSynchronize", event)
-            return [array.copy() for array in arrays]
+            return [np.frombuffer(landing, buffer.dtype, math.prod(buffer.shape),
+                                  buffer.ptr - start).reshape(buffer.shape).copy()
+                    for buffer in buffers]
         return wait
 
     def stored_bytes(self, tensor):
@@ -1055,8 +1055,8 @@ class Device:
         """
         rows, n_vocab = logits.shape
         n_slices = -(-n_vocab // SLICE)
-        tokens = self.buffer("sample_tokens", (rows,), np.int32)
-        logprobs = self.buffer("sample_logprobs", (rows,), np.float32)
+        drawn = self.buffer("sample", (2 * rows,), np.int32)  # in one piece, see fetch
+        tokens, logprobs = drawn.view((rows,)), drawn.view((rows,), np.float32, 4 * rows)
         args = (logits, draws, self.adjustments,
                 self.buffer("sample_state", (rows, SAMPLE_STATE_BYTES), np.uint8),
                 self.buffer("sample_slices", (rows, n_slices, SAMPLE_SLICE_BYTES), np.uint8),

@@ -237,7 +237,8 @@ class Tokenizer:
         self.eos_ids = self._find_control_tokens(ends - {None})
         self._encode_piece = self._bpe if bpe else self._spm
         self._encode_short_piece = lru_cache(CACHED_PIECES)(self._encode_piece)
-        self.token_bytes = cache(self.token_bytes)
+        self.token_bytes = lru_cache(CACHED_PIECES)(self.token_bytes)
+        self.texts = {}  # id -> its text where it stands behind whole characters, see Stream
 
     def _find_control_tokens(self, ends):
         """Returns the ids that end a generation, those of the set `ends` and the known texts.
@@ -463,20 +464,24 @@ class Stream:
         self._shown = (special if isinstance(special, frozenset) else
                        range(tokenizer.n_vocab) if special else ())
         self._left = b""  # the beginning of a character
-        # encode() put a space before a text at its start: it is not part of the text.
-        self._drops_spaces = tokenizer.add_space_prefix
-        self._at_start = after is None or tokenizer.is_special(after)
+        self._at_start = tokenizer.add_space_prefix and (
+            after is None or tokenizer.is_special(after))
 
     def feed(self, id):
         """Returns the characters that id completes, perhaps none."""
+        ordinary = not self._left and not self._at_start
+        if ordinary and (text := self._tokenizer.texts.get(id)) is not None:
+            return text
         data = self._tokenizer.token_bytes(id, id in self._shown)
-        if self._drops_spaces:
-            special = self._tokenizer.is_special(id)
-            if self._at_start and not special:
-                data = data.removeprefix(b" ")
-            self._at_start = special
+        special = self._tokenizer.is_special(id)
+        if self._at_start and not special:
+            # encode() put a space before the text here: it is not part of the text.
+            data = data.removeprefix(b" ")
+        self._at_start = special and self._tokenizer.add_space_prefix
         text, used = codecs.utf_8_decode(data := self._left + data, "replace")
         self._left = data[used:]
+        if ordinary and not special and not self._left:
+            self._tokenizer.texts[id] = text
         return text
 
     def flush(self):

@@ -4,7 +4,6 @@ A page holds K and V of PAGE consecutive tokens of one sequence, in all layers. 
 pages through one row of the page table, its slot. The storage itself belongs to the backend.
 """
 import hashlib
-import math
 from dataclasses import dataclass
 from itertools import chain
 
@@ -75,15 +74,6 @@ class Batch:
         self.spans[:rows, 4] = 1
         self.draws["position"][:rows] += 1
         return True
-
-    def packed(self):
-        """int32: the arrays but the page table one behind the other, views of it from now on."""
-        block, end = np.concatenate([getattr(self, name).ravel() for name in ROW_ARRAYS]), 0
-        for name in ROW_ARRAYS:
-            shape, start = getattr(self, name).shape, end
-            end += math.prod(shape)
-            setattr(self, name, block[start:end].reshape(shape))
-        return block
 
     def padded_to(self, rows, tiles=None, spans=None):
         """The same batch with padding up to so many rows, tiles and spans (default: as many as

@@ -612,8 +612,9 @@ class Device:
         # Worth 7% of a step of 1 row and 3% of 8 (8B on an H200); at 64 rows it costs 10%, since
         # waiting blocks take room, and an eager launch takes Python longer.
         self.launch_early = self.arch >= 90 and len(batch.tokens) <= FEW_ROWS
-        lengths = np.append(batch.spans[:, 1], 2)
-        self.single_rows, self.longest_span = int(np.argmax(lengths > 1)), int(lengths.max())
+        if len(batch.tokens) > GRAPH_SIZES[-1]:  # else no op asks for it
+            lengths = np.append(batch.spans[:, 1], 2)
+            self.single_rows, self.longest_span = int(np.argmax(lengths > 1)), int(lengths.max())
         table = self.buffer("page_table", batch.page_table.shape, np.int32)
         if not np.array_equal(self.page_table, batch.page_table):
             self.page_table = batch.page_table
@@ -623,7 +624,7 @@ class Device:
         for name in ROW_ARRAYS:
             array = getattr(batch, name)
             setattr(batch, name, packed[at:at + array.size].reshape(array.shape))
-            fields[name] = block.view(array.shape, offset=4 * at)
+            fields[name] = Buffer(block.ptr + 4 * at, array.shape, block.dtype)
             at += array.size
         self.uploaded = batch, Batch(**fields, page_table=table), block, packed
 

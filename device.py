@@ -612,9 +612,8 @@ class Device:
         # Worth 7% of a step of 1 row and 3% of 8 (8B on an H200); at 64 rows it costs 10%, since
         # waiting blocks take room, and an eager launch takes Python longer.
         self.launch_early = self.arch >= 90 and len(batch.tokens) <= FEW_ROWS
-        if len(batch.tokens) > GRAPH_SIZES[-1]:  # else no op asks for it
-            lengths = np.append(batch.spans[:, 1], 2)
-            self.single_rows, self.longest_span = int(np.argmax(lengths > 1)), int(lengths.max())
+        lengths = np.append(batch.spans[:, 1], 2)
+        self.single_rows, self.longest_span = int(np.argmax(lengths > 1)), int(lengths.max())
         table = self.buffer("page_table", batch.page_table.shape, np.int32)
         if not np.array_equal(self.page_table, batch.page_table):
             self.page_table = batch.page_table

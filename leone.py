@@ -72,7 +72,7 @@ class Request:
     tokens: list = field(default_factory=list)
     logprobs: list = field(default_factory=list)
     top: list = field(default_factory=list)  # per token [(id, log probability)], best first
-    pieces: list = field(default_factory=list)  # of `text`
+    text: str = ""
     finish_reason: str | None = None  # "stop", "length", "cancelled" or "error"
     error: LeoneError | None = None
     cancelled: bool = False
@@ -101,14 +101,6 @@ class Request:
         self.cancelled = True
 
     @property
-    def text(self):
-        return "".join(self.pieces)
-
-    @text.setter
-    def text(self, text):
-        self.pieces = [text]
-
-    @property
     def root(self):
         """What tells apart KV of the same tokens: see kv.PrefixCache."""
         return f"{self.rope_set} {self.salt}"
@@ -120,7 +112,6 @@ class Step:
     chosen: list  # see Engine.choose_rows
     sampled: list  # see Engine.draw
     batch: Batch
-    plain: list | None  # its requests, if all that it has is one row of each, to decode
     h: object  # the residual stream of its rows, until the next step is launched
     drafts: dict  # request -> the drafts behind its token
     result: object  # waits and gives (tokens, log probabilities) of the rows that want them
@@ -639,10 +630,10 @@ class Engine:
     def launch_step(self, decoding, wants):
         """Launch a forward pass and the drawing of tokens. False if no row is left to run."""
         began, last = time.perf_counter(), self.last_step
-        plain = (not wants and last and last.plain == decoding and len(decoding) == len(self.active)
-                 and last.batch.advance(len(decoding)))
-        if plain:  # the last step again, every sequence one token further
-            batch, sampled, rows, drafts = last.batch, last.sampled, len(decoding), {}
+        if (last and decoding and not wants and last.rows == len(decoding) == len(self.active)
+                and [r for r, _ in last.sampled] == decoding and last.batch.advance(last.rows)):
+            # The last step again, every sequence one token further: nothing else changes.
+            batch, sampled, rows, drafts = last.batch, last.sampled, last.rows, {}
             chosen = [(r, ids, position + 1, 1) for r, ids, position, _ in last.chosen]
         else:
             drafts = self.proposer.propose(wants) if wants else {}
@@ -672,10 +663,9 @@ class Engine:
             request.read = request.committed = position + len(ids)
             if wanted and not self.cfg.n_state_layers or request.read in request.marks:
                 self.remember(request, request.prompt[:request.read])
-        plain = decoding if rows == len(decoding) else None
-        timed = len(decoding) + sum(wants.values()) if len(decoding) == len(chosen) else 0
-        self.last_step = Step(chosen, sampled, batch, plain, h, drafts, result, rows_of_logits,
-                              wants, timed, began)
+        wanted = len(decoding) + sum(wants.values()) if len(decoding) == len(chosen) else 0
+        self.last_step = Step(chosen, sampled, batch, h, drafts, result, rows_of_logits, wants,
+                              wanted, began)
         self.in_flight.append(self.last_step)
         self.steps += 1
         self.counts["rows"] += rows
@@ -765,7 +755,7 @@ class Engine:
         if stop := request.sampling.stop:
             text, request.held, stopped = split_at_stop(request.held + text, stop, reason)
             reason = "stop" if stopped else reason
-        request.pieces.append(text)
+        request.text += text
         request.events.append(Event(token, text, logprob, drafted))
         if reason:
             self.finish(request, reason)
@@ -774,7 +764,7 @@ class Engine:
 
     def finish(self, request, reason):
         if reason == "cancelled":  # what was held back can no longer be a stop string
-            request.pieces.append(request.held + request.stream.flush())
+            request.text += request.held + request.stream.flush()
         request.finish_reason, request.finished = reason, time.perf_counter()
         self.on_event(request)
 

@@ -461,8 +461,7 @@ class Stream:
 
     def __init__(self, tokenizer, special=False, after=None):
         self._tokenizer = tokenizer
-        self._shown = (special if isinstance(special, frozenset) else
-                       range(tokenizer.n_vocab) if special else ())
+        self._shows = special.__contains__ if isinstance(special, frozenset) else lambda id: special
         self._left = b""  # the beginning of a character
         self._at_start = tokenizer.add_space_prefix and (
             after is None or tokenizer.is_special(after))
@@ -472,7 +471,7 @@ class Stream:
         ordinary = not self._left and not self._at_start
         if ordinary and (text := self._tokenizer.texts.get(id)) is not None:
             return text
-        data = self._tokenizer.token_bytes(id, id in self._shown)
+        data = self._tokenizer.token_bytes(id, self._shows(id))
         special = self._tokenizer.is_special(id)
         if self._at_start and not special:
             # encode() put a space before the text here: it is not part of the text.

@@ -25,7 +25,7 @@ import contextlib
 import operator
 import threading
 import time
-from collections import Counter, deque
+from collections import defaultdict, deque
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -181,7 +181,7 @@ class Engine:
         self.waiting, self.active, self.in_flight = deque(), [], deque()
         self.lock = threading.Lock()  # of the queue: requests come from any thread
         self.on_event = lambda request: None  # called when a request has events or has ended
-        self.steps, self.counts, self.closed = 0, Counter(), False
+        self.steps, self.counts, self.closed = 0, defaultdict(int), False
         self.last_step = None
         self.delivered = 0.0  # time at which the tokens of the last step were there
         self.seconds_held = 0.0  # moving average of how long a request holds its pages
@@ -573,8 +573,8 @@ class Engine:
                 continue
             self.active.append(request)
             request.started = time.perf_counter()
-            self.counts.update(prompt_tokens=len(request.prompt),
-                               cached_tokens=request.cached_tokens)
+            self.counts["prompt_tokens"] += len(request.prompt)
+            self.counts["cached_tokens"] += request.cached_tokens
             slot = -1
             if request.sampling.adjusts:
                 slot = request.slot
@@ -726,7 +726,8 @@ class Engine:
             drafted = len(step.drafts.get(request, ()))
             self.controller.learn(request, drafted, accepted[request])
             request.sampled = len(request.tokens)
-            self.counts.update(drafted_tokens=drafted, accepted_tokens=accepted[request])
+            self.counts["drafted_tokens"] += drafted
+            self.counts["accepted_tokens"] += accepted[request]
         self.sweep()
 
     def sweep(self):

@@ -238,7 +238,7 @@ def draw_last(engine, name, forward, batch, sampled):
     rows, count = slice(None), len(batch.tokens)
     if name and sampled and engine.ops.captures and count <= GRAPH_SIZES[-1]:
         rows, batch.logit_rows = batch.logit_rows, np.arange(count, dtype=np.int32)
-    tokens, _, _, last = engine.draw(name, forward, batch, sampled, rows)
+    tokens, *_, last, _ = engine.draw(name, forward, batch, sampled, rows)
     if not sampled:
         return list, last
     arrived = engine.ops.fetch([tokens])
@@ -278,8 +278,8 @@ class Controller:
         """fixed: drafts of each sequence in each step, with nothing left to choose."""
         self.fixed, self.steps = fixed, 0
         # [slot, place in the draft]: decayed counts; place 0: was there any draft? Row -1: all.
-        self.tried = np.zeros((n_slots + 1, MAX_DRAFT + 1))
-        self.right = np.zeros((n_slots + 1, MAX_DRAFT + 1))
+        self.outcomes = np.zeros((2, n_slots + 1, MAX_DRAFT + 1))
+        self.tried, self.right = self.outcomes
         # [drafts or not, size]: averages, when they were measured last, and how often
         self.seconds = np.zeros((2, len(self.SIZES)))
         self.measured, self.count = np.zeros((2, 2, len(self.SIZES)))
@@ -292,24 +292,25 @@ class Controller:
         """
         if self.fixed is not None:
             return {r: n for r, most in limits.items() if (n := min(most, self.fixed)) > 0}
-        self.steps += 1
-        count, plain = len(limits), self.cost(False, len(limits))
-        if not np.all(plain):  # not known yet
+        if not any(limits.values()):
             return {}
-        slots, everyone = [request.slot for request in limits], -1
-        self.tried[[*slots, everyone]] *= self.AGE
-        self.right[[*slots, everyone]] *= self.AGE
-        common = (self.right[everyone] + self.OPTIMISM) / (self.tried[everyone] + 1)
-        rates = (self.right[slots] + 2 * common) / (self.tried[slots] + 2)
+        self.steps += 1
+        self.outcomes *= self.AGE
+        count, plain = len(limits), self.cost(False, len(limits))
+        if not plain:  # not known yet
+            return {}
+        tried, right = self.outcomes[:, [*(request.slot for request in limits), -1]]  # -1: all
+        common = (right[-1] + self.OPTIMISM) / (tried[-1] + 1)
+        rates = (right[:-1] + 2 * common) / (tried[:-1] + 2)
         chances = rates.cumprod(axis=1)  # that a draft is there, that it is right up to place 1, ..
-        allowed = np.arange(MAX_DRAFT) < np.array(list(limits.values()))[:, None]
-        gains = np.where(allowed, chances[:, 1:], 0).ravel()
-        order = np.argsort(-gains, kind="stable")[:np.count_nonzero(gains)]  # best drafts first
+        allowed = np.arange(MAX_DRAFT) < np.array([*limits.values()])[:, None]
+        gains = (chances[:, 1:] * allowed).ravel()
+        order = (-gains).argsort()[:np.count_nonzero(gains)]  # best drafts first
         # No more than twice the rows that any step had: what lies beyond is not known.
         order = order[:max(0, 2 * self.largest - count)]
         seconds = np.maximum(plain, self.cost(True, count + np.arange(len(order) + 1)))
         seconds[0] = plain
-        speeds = (count + np.cumsum([0, *gains[order]])) / seconds
+        speeds = (count + np.append(0, gains[order]).cumsum()) / seconds
         chosen = order[:speeds.argmax()]  # none where that is as good
         lengths = np.bincount(chosen // MAX_DRAFT, minlength=count).tolist()
         return {request: n for request, n in zip(limits, lengths) if n}
@@ -317,16 +318,16 @@ class Controller:
     def cost(self, drafts, rows):
         """Seconds of steps of so many rows: of the nearest size where theirs is not known, and 0
         where none is."""
-        known = np.flatnonzero(self.count[int(drafts)] > self.WARM_UP)
+        known, = (self.count[int(drafts)] > self.WARM_UP).nonzero()
         if not known.size:
-            return np.zeros(np.shape(rows))
+            return 0 * rows
         age = self.steps - self.measured[int(drafts), known]
         seconds = self.seconds[int(drafts), known] * self.AGE ** age
-        return np.interp(np.searchsorted(self.SIZES, rows), known, seconds)
+        return np.interp(self.SIZES.searchsorted(rows), known, seconds)
 
     def time(self, rows, drafts, seconds):
         """A step of decoding sequences took so long, which was to have so many rows."""
-        at = int(drafts), np.searchsorted(self.SIZES, rows)
+        at = int(drafts), self.SIZES.searchsorted(rows)
         self.count[at] += 1
         if self.count[at] > self.WARM_UP:
             age, known = self.steps - self.measured[at], self.seconds[at]

@@ -263,8 +263,9 @@ def bench(engine, rows, profile=False, as_json=False, synthetic=None, folder=Non
             f"{engine.pool.n_pages * PAGE} tokens of KV cache; use fewer --rows or a larger --ctx")
 
     def run(n, prompt, new):
-        """Seconds to the last first token and from there to the end; in the steps after it,
-        microseconds a step that Python did not wait for the card."""
+        """Seconds to the last first token and from there to the end; in the steps between, the
+        last left out since ended requests are put away there, microseconds a step that Python did
+        not wait for the card."""
         requests = [engine.submit(rng.integers(0, engine.cfg.n_vocab, prompt).tolist(),
                                   Sampling(temperature=0), new, ignore_eos=True,
                                   speculation=False) for _ in range(n)]
@@ -272,9 +273,11 @@ def bench(engine, rows, profile=False, as_json=False, synthetic=None, folder=Non
         while engine.step() and not all(request.first_token for request in requests):
             pass
         at, steps, waited = time.perf_counter(), engine.steps, engine.counts["seconds_waited"]
-        finish(engine, requests)
+        while engine.step() and max(len(request.tokens) for request in requests) < new - 1:
+            pass
         host = time.perf_counter() - at - (engine.counts["seconds_waited"] - waited)
         host *= 1e6 / max(1, engine.steps - steps)
+        finish(engine, requests)
         first = max(r.first_token for r in requests)
         return first - began, max(r.finished for r in requests) - first, host
 

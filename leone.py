@@ -151,6 +151,7 @@ class Engine:
             if value is not None:
                 check_number(value, int, 1, most, name)
         check_number(state_cache, int, 0, 1 << 62, "state_cache")
+        spec.check_name(draft)  # before the model is loaded, which takes a while
         self.gguf = gguf_file.GGUF(path)
         self.model_hash = receipts.ModelHash(self.gguf.paths)
         self.tokenizer = Tokenizer(self.gguf.metadata)
@@ -293,7 +294,8 @@ class Engine:
                 code="context_length_exceeded")
         if speculation is None or isinstance(speculation, bool):
             speculation = 0 if speculation is False else spec.MAX_DRAFT
-        check_number(speculation, int, 0, spec.MAX_DRAFT, "speculation")
+        check_number(speculation, int, 0, spec.MAX_DRAFT, "speculation",
+                     "speculation, unless it is true or false,")
         check_number(top_logprobs, int, 0, self.cfg.n_vocab, "top_logprobs")
         check_number(choice, int, 0, 2**32 - 1, "choice")
         request = Request(ids, sampling.seeded(), max_tokens,

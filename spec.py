@@ -30,6 +30,7 @@ import numpy as np
 
 import gguf_file
 import model
+from errors import require
 from kv import GRAPH_SIZES, Batch
 
 MAX_DRAFT = 8  # most drafts of a sequence in one step
@@ -341,6 +342,13 @@ class Controller:
         self.tried[request.slot] = self.right[request.slot] = 0
 
 
+def check_name(name):
+    """RequestError unless `name` may name a proposer."""
+    is_path = isinstance(name, (str, os.PathLike)) and os.path.isfile(name)
+    require(is_path or name in ("auto", "off", "ngram", "mtp"), f'--draft is "{name}", which is no '
+            "file; choose auto, off, ngram, mtp or the GGUF file of a smaller model", param="draft")
+
+
 def proposer(name, engine):
     """The Proposer that --draft names: "off", "ngram", "mtp" (the model's own head), the
     path of a smaller model, or "auto": mtp where the file has the head, else ngram.
@@ -351,8 +359,4 @@ def proposer(name, engine):
         return Mtp(engine)
     if name in ("ngram", "auto"):
         return NGram()
-    if name == "off":
-        return Proposer()
-    engine.gguf.require(isinstance(name, (str, os.PathLike)) and os.path.isfile(name),
-                        f"--draft {name} is no GGUF file; choose auto, off, ngram, mtp or a path")
-    return DraftModel(name, engine)
+    return Proposer() if name == "off" else DraftModel(name, engine)

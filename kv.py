@@ -10,6 +10,7 @@ from itertools import chain
 import numpy as np
 
 PAGE = 64  # tokens of a page
+PARTS_LIMIT = 1 << 28  # bytes of scratch for segments of attention that wait to be merged
 GRAPH_SIZES = 1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128  # rows of decode batches that have a graph
 
 

@@ -41,6 +41,7 @@ FREQUENT = 1 << 15
 
 class Proposer:
     """Where drafts come from: nowhere. One serves all requests of an engine, on its thread."""
+    models = ()  # (Config, most rows with logits in a step) of models of its own
 
     def propose(self, wants):
         """{request: drafts} for {request: most drafts}: token ids that may follow its tokens.
@@ -49,12 +50,8 @@ class Proposer:
         """
         return {}
 
-    def kv_bytes_per_token(self, kv_format):
-        """Bytes of KV of one's own."""
-        return 0
-
     def allocate(self, n_pages, kv_format):
-        """Make room for that KV, under the page numbers of the engine's."""
+        """Make room for KV of its own, under the page numbers of the engine's."""
 
     def leave(self, step):
         """The next step is launched now: what this one left on the device is overwritten."""
@@ -119,9 +116,7 @@ class DraftModel(Proposer):
         gguf.require(not self.cfg.n_state_layers, "a draft model cannot be a recurrent one; choose "
                      "another, or --draft ngram")
         self.tile_tokens = engine.ops.tile_tokens(self.cfg)
-
-    def kv_bytes_per_token(self, kv_format):
-        return self.cfg.kv_bytes_per_token(kv_format)
+        self.models = (self.cfg, max(engine.max_rows, GRAPH_SIZES[-1])),
 
     def allocate(self, n_pages, kv_format):
         self.kv = self.engine.ops.pages(self.cfg, n_pages, kv_format)

@@ -371,6 +371,7 @@ def test_draft_model_is_checked(monkeypatch):
         with pytest.raises(LeoneError, match="choose auto, off, ngram, mtp or the GGUF file"):
             engine(quantised("llama3"), "cpu", draft=name)
 
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("ahead, frequent", ((False, 512), (True, 512), (True, 256)))
 def test_mtp_drafts_what_the_head_says(ahead, frequent, backend, monkeypatch):

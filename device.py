@@ -19,7 +19,7 @@ import numpy as np
 from gguf import GGMLQuantizationType, quants
 
 from errors import DeviceError
-from kv import GRAPH_SIZES, PAGE, ROW_ARRAYS, Batch, state_layout
+from kv import GRAPH_SIZES, PAGE, PARTS_LIMIT, ROW_ARRAYS, Batch, state_layout
 from sampling import SLICE
 
 try:
@@ -177,7 +177,6 @@ ATTENTION_THREADS, LATENT_THREADS = 128, 256  # of a block
 WIDEST_HEAD = 128  # for which there are wide tiles
 PROMPT_HEADS = 64, 96, 128, 256  # for which attention_prompt has kernels, with f16
 SEGMENT = 256  # positions under one running softmax
-PARTS_LIMIT = 1 << 28  # bytes of scratch for segments that wait to be merged
 ROW_VALUES = 12  # of a thread of the kernels that hold a row in a block, while there are threads
 SAMPLE_THREADS, SAMPLE_STATE_BYTES, SAMPLE_SLICE_BYTES = 512, 39016, 16  # as in kernels.cu
 DELTA_DIM, MOST_TAPS = 128, 4  # of the gated delta net: values of a head, width of convolution
@@ -969,9 +968,10 @@ class Device:
         splits = self.attention_splits(cfg, busy, segments, 4 * rows * heads * width)
         idle = self.multiprocessors // (busy * splits)  # see `shares` in attention_tile
         shares = 1 if wide or idle < 2 else 2 if idle < 4 else 4
+        # [rows, heads, segments, .]; as rows here, so that page tables of all widths share them.
         parts = (None, None) if splits == 1 else (
-            self.buffer("attention_values", (rows, heads * width * segments), np.float32),
-            self.buffer("attention_states", (rows, heads * segments, 2), np.float32))
+            self.buffer("attention_values", (rows * segments, heads * width), np.float32),
+            self.buffer("attention_states", (rows * segments, heads, 2), np.float32))
 
         def launch(kind, grid, threads, tiles, span_rows=0, smem=0):
             self.launch(f"attention_{kv.format}_{dim}{kind}", grid, threads,
@@ -1146,6 +1146,7 @@ class Device:
         state, free = kv.states.of(slot), kv.states.saves
         if not free:
             free.append(int(self.open("cuMemAllocHost", state.nbytes, undo="cuMemFreeHost")))
+            self.allocated["snapshots"] = self.allocated.get("snapshots", 0) + state.nbytes
         address = free.pop()
         raw = (ctypes.c_uint8 * state.nbytes).from_address(address)
         weakref.finalize(raw, free.append, address)

@@ -11,6 +11,7 @@ import numpy as np
 
 PAGE = 64  # tokens of a page
 FEED = -1  # token of a row whose token is still on the device: the last one drawn for its slot
+PARTS_LIMIT = 1 << 28  # bytes of scratch for segments of attention that wait to be merged
 GRAPH_SIZES = 1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128  # rows of decode batches that have a graph
 
 ROW_ARRAYS = "tokens", "positions", "slots", "rope_sets", "tiles", "spans", "logit_rows"

@@ -237,13 +237,14 @@ def test_pinned_memory_is_used_again():
     ops = device_module.Device()
     net = Net(ops, delta_config())
     first = ops.save_state(net.kv, 0)
-    second, address = ops.save_state(net.kv, 0), first.ctypes.data
+    second, address, first_bytes = ops.save_state(net.kv, 0), first.ctypes.data, first.nbytes
     assert second.ctypes.data != address
     piece = first[:16]
     del first
     assert ops.save_state(net.kv, 0).ctypes.data not in (address, second.ctypes.data)
     del piece
     assert ops.save_state(net.kv, 0).ctypes.data == address
+    assert ops.allocated["snapshots"] == 3 * first_bytes
     ops.close()
 
 

@@ -2,7 +2,7 @@
 // kernels whose name begins with that of an op are parts of it.
 //
 //     linear     weights in packed 4 to 16 bit formats times rows of activations; embed
-//     small      rmsnorm, rope_angles, rope_kv, silu_mul, copy_page
+//     small      rmsnorm, rope_angles, rope_kv, copy_page
 //     attention  paged, in segments of 256 positions
 //     beyond     loading, f32 KV, latent attention, sampling, experts, gated delta nets
 //
@@ -71,6 +71,11 @@ DEVICE float row_scale_factor(float largest) {
     exponent = min(max(14 - exponent, -100), 100);
     return __uint_as_float(unsigned(exponent + 127) << 23);
 }
+
+// Relative error 1e-6; 0 for large negative x, where the exponential overflows.
+DEVICE float times_sigmoid(float x, float gate) { return __fdividef(x, 1.0f + __expf(-gate)); }
+DEVICE float silu(float x) { return times_sigmoid(x, x); }
+DEVICE float4 silu(float4 x) { return make_float4(silu(x.x), silu(x.y), silu(x.z), silu(x.w)); }
 
 // D += A B: A 16 weight rows x 16 k, B 16 k x 8 tokens, f16 inputs, f32 accumulators.
 DEVICE void mma_16x8x16(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
@@ -239,7 +244,7 @@ DEVICE unsigned rotate_left(unsigned x, int bits) {
             asm volatile(INSTRUCTION ".u32 %0, [%1];" : "=r"(words[0]) : REGISTER(from));        \
     }
 // Weights are read once by one warp: past L1, which is left to the activations.
-LOAD(load_weights, const uint8_t*, "l", "ld.global.nc.L1::no_allocate.L2::128B")
+LOAD(load_weights, const uint8_t*, "l", "ld.global.L1::no_allocate.L2::128B")
 LOAD(load_activations, const uint4*, "l", "ld.global")
 LOAD(load_shared, unsigned, "r", "ld.shared")
 #undef LOAD
@@ -380,13 +385,24 @@ struct Product {
     const float* bias;          // [columns] or null
     float* y;                   // [rows, columns]
     Int rows, columns, chunks;
-    Int add;  // y += instead of y =
+    Int add;   // y += instead of y =
+    Int silu;  // y is silu(gate) * up instead: see store_silu
 };
 
 // One element of y from its sum and what it is added to. `scale` is that of the token times that of
 // the weight row, a power of two: exact.
 DEVICE float result(float sum, float scale, float bias, float before) {
     return __fadd_rn(before, __fadd_rn(__fmul_rn(sum, scale), bias));
+}
+
+// One f16 of silu(gate) * up, in the pieces that the next product reads. A tile holds eight rows of
+// gate, then the same eight of up; `column` is that of gate. The scale of `up` has a power of two
+// that keeps the product below 2^15: see Device.gated.
+DEVICE void store_silu(const Product& product, int row, int column, float gate, float up) {
+    const int index = (column + column % TILE_ROWS) / 2;
+    uint4* piece = reinterpret_cast<uint4*>(product.y) +
+                   piece_at(row, index, chunks_of(product.columns / 2));
+    reinterpret_cast<__half*>(piece)[index % 8] = __float2half_rn(silu(gate) * up);
 }
 
 // A stack of up to four row blocks, each of one format. Their outputs lie side by side in y.
@@ -426,6 +442,47 @@ struct OwnRows {
     DEVICE int x_of(int y_row) const { return y_row; }
 };
 
+// Stores what a lane has of tiles of 16 weight rows x 8 tokens, as the tensor core leaves it: sums
+// of `row` and row + 8 of each tile, for `token` and token + 1 of each.
+template <int ROW_TILES, int TOKEN_TILES, typename Rows>
+DEVICE void store_totals(const Product& product, const Place& place, const Rows& rows, int row,
+                         int token, const float (&total)[ROW_TILES][TOKEN_TILES][4]) {
+    const int column = place.column + row;
+    float scale[2 * ROW_TILES], bias[2 * ROW_TILES];  // of the rows row + 8 r
+    bool real[2 * ROW_TILES];
+    for (int r = 0; r < 2 * ROW_TILES; r++) {
+        real[r] = row + 8 * r < place.rows;
+        scale[r] = load_if(real[r], product.weight_scale + column + 8 * r, 0.0f);
+        bias[r] = load_if(real[r] && product.bias, product.bias + column + 8 * r, 0.0f);
+    }
+#pragma unroll
+    for (int n = 0; n < TOKEN_TILES; n++) {
+        int y_row[2];
+        float* to[2];
+        float before[2][2 * ROW_TILES], token_scale[2];
+        for (int i = 0; i < 2; i++) {
+            const bool inside = token + 8 * n + i < product.rows;
+            y_row[i] = rows.y(token + 8 * n + i);
+            to[i] = inside ? product.y + int64_t(y_row[i]) * product.columns + column : nullptr;
+            token_scale[i] = load_if(inside && product.x_scale,
+                                     product.x_scale + rows.x_of(y_row[i]), 1.0f);
+            for (int r = 0; r < 2 * ROW_TILES; r++)
+                before[i][r] = load_if(inside && real[r] && product.add, to[i] + 8 * r, 0.0f);
+        }
+        for (int i = 0; i < 2; i++) {
+            float y[2 * ROW_TILES];
+            for (int r = 0; r < 2 * ROW_TILES; r++)
+                y[r] = result(total[r / 2][n][r % 2 * 2 + i], token_scale[i] * scale[r], bias[r],
+                              before[i][r]);
+            for (int r = 0; r < 2 * ROW_TILES; r++) {
+                if (!to[i] || !real[r]) continue;
+                if (!product.silu) to[i][8 * r] = y[r];
+                else if (r % 2 == 0) store_silu(product, y_row[i], column + 8 * r, y[r], y[r + 1]);
+            }
+        }
+    }
+}
+
 // ---- few rows: each warp of a block takes a chain of a tile -----------------------------------
 
 constexpr int FEW_STRIDE = 20;  // floats of a token's 16 sums in shared memory: no bank conflicts
@@ -452,7 +509,8 @@ DEVICE void linear_few(const Product& product, const Place& place, const Rows& r
         return P::WHOLE_PARTS ? part < parts : part * PART_CHUNKS + c < chunks;
     };
     const unsigned tile_bytes = P::tile_bytes(chunks);
-    int half_of_sums = 0;
+    const int turn = parts < WARPS ? 0 : WARPS / 2;
+    int half_of_sums = 0, chain = warp;
 
     const uint4* x[TOKEN_TILES];  // past the end: the last token again, its results are dropped
     for (int n = 0; n < TOKEN_TILES; n++)
@@ -483,26 +541,26 @@ DEVICE void linear_few(const Product& product, const Place& place, const Rows& r
     const int token = threadIdx.x / TILE_ROWS;
     const bool inside = token < min(TOKENS, product.rows);
     const int y_row = rows.y(token);
+    const float token_scale =
+        load_if(inside && product.x_scale, product.x_scale + rows.x_of(y_row), 1.0f);
     for (int index = place.index; index < tiles; index += place.blocks) {
         const int row = index * TILE_ROWS + threadIdx.x % TILE_ROWS, column = place.column + row;
         const bool mine = inside && row < place.rows;
         float* to = product.y + int64_t(y_row) * product.columns + column;
         const float row_scale = load_if(mine, product.weight_scale + column, 0.0f);
-        float token_scale, bias, before, total = 0.0f;
+        float bias, before, total = 0.0f;
         const auto load_rest = [&] {
-            const int x_row = rows.x_of(y_row);
-            token_scale = load_if(mine && product.x_scale, product.x_scale + x_row, 1.0f);
             bias = load_if(mine && product.bias, product.bias + column, 0.0f);
             before = load_if(mine && product.add, to, 0.0f);
         };
         if (BLOCKS == 2) load_rest();  // early, if there are registers to keep it
         float sum[TOKEN_TILES][4] = {};
-        for (int part = warp; part < parts; part += WARPS) {
+        for (int part = chain; part < parts; part += WARPS) {
             // What this warp takes next; parts: nothing.
             const bool same_tile = part + WARPS < parts;
             const uint8_t* next_tile = same_tile ? tile : tile + place.blocks * tile_bytes;
             const int next = same_tile                      ? part + WARPS
-                             : index + place.blocks < tiles ? warp
+                             : index + place.blocks < tiles ? chain ^ turn
                                                             : parts;
             for (int i = 0; i < P::SCALE_WORDS; i++) scales[i] = next_scales[i];
             if (next < parts) load_scales<FORMAT>(next_tile, chunks, next, lane, next_scales);
@@ -526,6 +584,7 @@ DEVICE void linear_few(const Product& product, const Place& place, const Rows& r
                 else load_ahead(next_tile, next, far);
                 load_tokens(c + TOKENS_AHEAD < PART_CHUNKS ? part : next,
                             (c + TOKENS_AHEAD) % PART_CHUNKS);
+                __syncwarp();  // or the compiler moves the loads of all chunks behind the last one
             }
             tile = next_tile;
         }
@@ -533,16 +592,24 @@ DEVICE void linear_few(const Product& product, const Place& place, const Rows& r
         half_of_sums ^= 1;  // one barrier a tile: the next one takes the other half
         for (int n = 0; n < TOKEN_TILES; n++)
             for (int i = 0; i < 4; i++)
-                tile_sums[(warp * TOKENS + 8 * n + 2 * t + (i & 1)) * FEW_STRIDE + g +
+                tile_sums[(chain * TOKENS + 8 * n + 2 * t + (i & 1)) * FEW_STRIDE + g +
                           8 * (i >> 1)] = sum[n][i];
+        chain ^= turn;
+        if (BLOCKS > 2) load_rest();
         __syncthreads();
         if (mine) {
             const float* own = tile_sums + token * FEW_STRIDE + threadIdx.x % TILE_ROWS;
             for (int i = 0; i < WARPS; i++)
                 total = __fadd_rn(total, own[i * TOKENS * FEW_STRIDE]);
         }
-        if (BLOCKS > 2) load_rest();
-        if (mine) *to = result(total, row_scale * token_scale, bias, before);
+        const float y = result(total, row_scale * token_scale, bias, before);
+        if (product.silu) {
+            const float up = __shfl_down_sync(ALL_LANES, y, TILE_ROWS / 2);
+            if (mine && threadIdx.x % TILE_ROWS < TILE_ROWS / 2)
+                store_silu(product, y_row, column, y, up);
+        } else if (mine) {
+            *to = y;
+        }
     }
 }
 
@@ -759,34 +826,7 @@ DEVICE void linear_staged(const Product& product, const Place& place, const Rows
     }
     if ((chains - 1) % GROUPS != group) return;  // the group of the last chain has the totals
 
-    const int row = tile * TILE_ROWS + g, column = place.column + row;
-    float scale[2 * ROW_TILES], bias[2 * ROW_TILES];  // of the rows row + 8 r
-    bool real[2 * ROW_TILES];
-    for (int r = 0; r < 2 * ROW_TILES; r++) {
-        real[r] = row + 8 * r < place.rows;
-        scale[r] = load_if(real[r], product.weight_scale + column + 8 * r, 0.0f);
-        bias[r] = load_if(real[r] && product.bias, product.bias + column + 8 * r, 0.0f);
-    }
-#pragma unroll
-    for (int n = 0; n < TOKEN_TILES; n++) {
-        float* to[2];
-        float before[2][2 * ROW_TILES], token_scale[2];
-        for (int i = 0; i < 2; i++) {
-            const int token = first_token + 8 * n + 2 * t + i;
-            const bool inside = token < product.rows;
-            const int y_row = rows.y(token);
-            to[i] = inside ? product.y + int64_t(y_row) * product.columns + column : nullptr;
-            token_scale[i] =
-                inside ? load_if(product.x_scale, product.x_scale + rows.x_of(y_row), 1.0f) : 0.0f;
-            for (int r = 0; r < 2 * ROW_TILES; r++)
-                before[i][r] = load_if(inside && real[r] && product.add, to[i] + 8 * r, 0.0f);
-        }
-        for (int i = 0; i < 2; i++)
-            for (int r = 0; r < 2 * ROW_TILES; r++)
-                if (to[i] && real[r])
-                    to[i][8 * r] = result(total[r / 2][n][r % 2 * 2 + i], token_scale[i] * scale[r],
-                                          bias[r], before[i][r]);
-    }
+    store_totals(product, place, rows, tile * TILE_ROWS + g, first_token + 2 * t, total);
 }
 
 template <int ROWS, int... SHAPE>
@@ -918,8 +958,7 @@ DEVICE float largest_of(float4 x) {
 }
 
 // A row that a block goes over twice; values(i) gives those at i .. i + 3 as float4, zeros from
-// cols on. A thread holds its first ones in registers: 12288 columns of silu_mul on an H200 take
-// 2.5 us instead of 3.7. Those of a very long row it computes again.
+// cols on. A thread holds its first ones in registers; those of a very long row it computes again.
 constexpr int HELD = 3;
 template <typename Values>
 struct Row {
@@ -1116,24 +1155,6 @@ rope_kv(const float* qkv, const float* q_norm, const float* k_norm, int gated,
         if (d >= head_dim) break;
         store_value(place, head_dim, d, d < turning ? rotated(heads[warp], d, turn[i]) : x[i]);
     }
-}
-
-// Relative error 1e-6; 0 for large negative x, where the exponential overflows.
-DEVICE float times_sigmoid(float x, float gate) { return __fdividef(x, 1.0f + __expf(-gate)); }
-DEVICE float silu(float x) { return times_sigmoid(x, x); }
-DEVICE float4 silu(float4 x) { return make_float4(silu(x.x), silu(x.y), silu(x.z), silu(x.w)); }
-
-// x[r] = silu(gate) * up: gate_up f32 [rows, 2 cols], gate first -> x f16 [rows, stride], scale.
-// PRECOND: grid (rows), at most 1024 threads; cols % 4 = 0; stride = cols rounded up to 128.
-// One block holds one row. Moves 8 cols + 2 stride bytes a row.
-KERNEL silu_mul(const float* gate_up, uint4* x, float* scale, int cols, int stride) {
-    wait_for_predecessor();
-    let_successor_start();  // when the routes are there: see LinearExperts
-    const float* row = gate_up + int64_t(blockIdx.x) * 2 * cols;
-    Row product([=](int i) {
-        return silu(load4_if(i < cols, row + i)) * load4_if(i < cols, row + cols + i);
-    }, cols);
-    product.store_scaled(product.largest_of_all(), 1.0f, stride, x, scale);
 }
 
 // Page `target` of every layer becomes a copy of page `source`.
@@ -1852,6 +1873,18 @@ struct SourceRow {
     // 8-bit scale of a sub-block of 16 (Q6_K), plus 128.
     __device__ unsigned scale(int k) const { return block(k)[192 + k % 256 / 16] ^ 128; }
 
+    __device__ float weight(int k) const {
+        if constexpr (FLOATS) return value(k);
+        const float n = float(integer(k));
+        if constexpr (SOURCE == Q4_K || SOURCE == Q5_K) {
+            const uint2 sub_block = scale_and_min(k);
+            return d(k) * sub_block.x * n - min(k) * sub_block.y;
+        }
+        if constexpr (SOURCE == Q6_K) return d(k) * (float(scale(k)) - 128.0f) * (n - 32.0f);
+        if constexpr (SOURCE == Q4_1) return d(k) * n + min(k);
+        return d(k) * (n - (SOURCE == Q8_0 ? 128.0f : 8.0f));
+    }
+
     // What must fit in f16 once multiplied by the row's power of two: see row_scale_factor.
     __device__ float largest_of_block(int k) const {
         if constexpr (FLOATS) return fabsf(value(k));
@@ -1865,14 +1898,15 @@ struct SourceRow {
 
 template <int SOURCE>
 DEVICE void repack_tile(const uint8_t* source, uint8_t* packed, float* weight_scale, int rows,
-                        int cols) {
+                        int cols, const float* norm, float* squares) {
     using Row = SourceRow<SOURCE>;
     constexpr int FORMAT = Row::FLOATS ? F16 : SOURCE;
     using P = Packed<FORMAT>;
     __shared__ float factors[TILE_ROWS];
     const int chunks = chunks_of(cols), parts = parts_of(chunks);
     const auto row_at = [=](int r) {
-        const int row = blockIdx.x * TILE_ROWS + r;
+        int row = blockIdx.x * TILE_ROWS + r;
+        if (norm) row = blockIdx.x * 8 + r % 8 + (r < 8 ? 0 : rows / 2);
         return Row{source + int64_t(row) * (cols / Row::VALUES) * Row::BYTES,
                    row < rows ? cols : 0};
     };
@@ -1882,9 +1916,14 @@ DEVICE void repack_tile(const uint8_t* source, uint8_t* packed, float* weight_sc
         float largest = 0.0f;
         for (int k = threadIdx.x % 32 * Row::VALUES; k < row.cols; k += 32 * Row::VALUES)
             largest = fmaxf(largest, row.largest_of_block(k));
+        float sum = 0.0f;
+        for (int k = threadIdx.x % 32; norm && k < row.cols; k += 32)
+            sum += row.weight(k) * norm[k] * row.weight(k) * norm[k];
+        sum = warp_sum(sum);
         const float factor = row_scale_factor(warp_max(largest));
         if (threadIdx.x % 32 == 0) {
             factors[r] = factor;
+            if (norm) squares[blockIdx.x * TILE_ROWS + r] = sum;
             if (row.cols)
                 weight_scale[blockIdx.x * TILE_ROWS + r] =
                     (FORMAT == F16 ? 1.0f : P::K_SCALES ? 0x1p20f : 0x1p24f) / factor;
@@ -1966,12 +2005,15 @@ DEVICE void repack_tile(const uint8_t* source, uint8_t* packed, float* weight_sc
 }
 
 // packed tiles and weight_scale [rows] from `rows` rows of `cols` values as they lie in the file.
+// With `norm` [cols] they are rows of gate, then of up: a tile takes eight of each, and squares
+// [rows] gets the sum of (weight * norm)^2 of each row, in the order of the tiles.
 // PRECOND: grid (ceil(rows / 16)), 256 threads; source 4-byte aligned; packed 128-byte aligned.
 // A block holds one tile of 16 rows. Moves the source (scales and floats twice) and the tile.
 #define REPACK(SOURCE)                                                                           \
     KERNEL __launch_bounds__(256) linear_repack_##SOURCE(                                        \
-        const uint8_t* source, uint8_t* packed, float* weight_scale, int rows, int cols) {       \
-        repack_tile<SOURCE>(source, packed, weight_scale, rows, cols);                           \
+        const uint8_t* source, uint8_t* packed, float* weight_scale, int rows, int cols,         \
+        const float* norm, float* squares) {                                                     \
+        repack_tile<SOURCE>(source, packed, weight_scale, rows, cols, norm, squares);            \
     }
 REPACK(Q4_K) REPACK(Q5_K) REPACK(Q6_K)
 REPACK(Q8_0) REPACK(Q4_0) REPACK(Q4_1)
@@ -2765,8 +2807,8 @@ constexpr int EXPERT_CHAINS = 4;
 KERNEL __launch_bounds__(32 * EXPERT_CHAINS, 6)
 linear_experts_8(const __grid_constant__ LinearExperts work) {
     __shared__ float sums[2][FEW_SUMS<EXPERT_CHAINS, 8>];
-    let_successor_start();
     if (!work.known) wait_for_predecessor();
+    let_successor_start();  // when the items are there for it
     with_item<8>(work, [&](auto format, const Product& product, const Place& place, auto rows) {
         linear_few<format, 1, 6, EXPERT_CHAINS>(product, place, rows, sums);
     });
@@ -2824,7 +2866,7 @@ struct DeltaNet {
     DEVICE float* c_row(int row) const { return c + int64_t(row) * c_values; }
     DEVICE float* state(int slot) const { return states + int64_t(slot) * slot_values; }
     DEVICE float* record(int slot, int position) const {
-        return state(slot) + v_heads * DELTA_DIM * DELTA_DIM + position % ring * record_values;
+        return state(slot) + v_heads * DELTA_DIM * DELTA_DIM + unsigned(position) % unsigned(ring) * record_values;
     }
 };
 
@@ -2875,21 +2917,23 @@ KERNEL delta_conv(const __grid_constant__ DeltaNet work) {
     }
 }
 
-// A lane holds 8 values of k of two columns of S: 4 from 4 part on, of each 64. Sixteen lanes share
-// two columns; part = lane / 2. A block has 16 columns of a head.
-constexpr int DELTA_VALUES = 8, DELTA_COLUMNS = 2, DELTA_WARPS = 4;
-constexpr int DELTA_BLOCK_COLUMNS = 4 * DELTA_WARPS;
+// A lane holds 16 values of k of two columns of S: 4 from 4 part on, of each 32. Eight lanes share
+// two columns; part = lane % 8. A block has 32 columns of a head.
+constexpr int DELTA_VALUES = 16, DELTA_COLUMNS = 2, DELTA_WARPS = 4;
+constexpr int DELTA_BLOCK_COLUMNS = 8 * DELTA_WARPS;
+constexpr int DELTA_HEAD_BLOCKS = DELTA_DIM / DELTA_BLOCK_COLUMNS;
 constexpr int DELTA_AHEAD = 8;  // tokens that wait in shared memory, twice
 
-// What a block needs of a token. From shared memory: 64 rows of decode of the 27B take 111 us a
-// layer on an H200; with loads from global memory, one token ahead, 134.
+// What a block needs of a token; of a pending one k, delta in place of v, and decay. From shared
+// memory: 64 rows of decode of the 27B take 111 us a layer on an H200; with loads from global
+// memory, one token ahead, 134.
 struct DeltaToken {
     float k[DELTA_DIM], q[DELTA_DIM], v[DELTA_BLOCK_COLUMNS], beta, decay, padding[2];
 };
 
 DEVICE void load_part(float (&x)[DELTA_VALUES], const float* from) {
     for (int i = 0; i < DELTA_VALUES; i += 4)
-        *reinterpret_cast<float4*>(x + i) = load4(from + 16 * i);
+        *reinterpret_cast<float4*>(x + i) = load4(from + 8 * i);
 }
 DEVICE float part_product(const float (&a)[DELTA_VALUES], const float (&b)[DELTA_VALUES]) {
     float even = 0.0f, odd = 0.0f;  // two chains: a product waits for the one before it
@@ -2898,64 +2942,75 @@ DEVICE float part_product(const float (&a)[DELTA_VALUES], const float (&b)[DELTA
     return __fadd_rn(even, odd);
 }
 // The sums over the parts of four values. A lane gives half of them away, twice: it ends with
-// a[column] if bit 1 of it is clear, else with b[column], where `column` is its bit 2.
+// a[column] if bit 0 of it is clear, else with b[column], where `column` is its bit 1.
 DEVICE float sum_of_parts(const float (&a)[2], const float (&b)[2]) {
-    const bool keeps_b = threadIdx.x & 2, second = threadIdx.x & 4;
+    const bool keeps_b = threadIdx.x & 1, second = threadIdx.x & 2;
     float x[2];
     for (int j = 0; j < 2; j++)
         x[j] = __fadd_rn(keeps_b ? b[j] : a[j],
-                         __shfl_xor_sync(ALL_LANES, keeps_b ? a[j] : b[j], 2));
-    float sum = __fadd_rn(second ? x[1] : x[0],
-                          __shfl_xor_sync(ALL_LANES, second ? x[0] : x[1], 4));
-    for (int o = 8; o < 32; o *= 2) sum = __fadd_rn(sum, __shfl_xor_sync(ALL_LANES, sum, o));
-    return sum;
+                         __shfl_xor_sync(ALL_LANES, keeps_b ? a[j] : b[j], 1));
+    const float sum = __fadd_rn(second ? x[1] : x[0],
+                                __shfl_xor_sync(ALL_LANES, second ? x[0] : x[1], 2));
+    return __fadd_rn(sum, __shfl_xor_sync(ALL_LANES, sum, 4));
+}
+DEVICE void enter_state(float (&s)[DELTA_VALUES], const float (&k)[DELTA_VALUES], float delta,
+                        float decay) {
+    for (int i = 0; i < DELTA_VALUES; i++) s[i] = fmaf(k[i], delta, __fmul_rn(decay, s[i]));
 }
 
 // Per span and v head: S takes the pending tokens from their records, then the rows, each of which
-// gets o = S^T q. A span that commits stores this S; any other stores the S before its rows, which
-// become records. Of rows that commit only the u stays that the next convolution looks back at.
-// PRECOND: grid (8 H_v, spans), 128 threads; spans int32 (first row, rows, slot, position, pending,
-// commits); pending + rows that do not commit <= ring.
-// One warp holds 4 columns of S in registers; it reads them once and stores them at most once. The
-// last span comes first: prompts stand there, and take longest.
+// gets o = S^T q. Stored is S behind the first `entering` of all these tokens: none, those that are
+// pending, or all. Rows that do not enter become records, with the delta that S took in place of v:
+// to take it again needs no sums. Of rows that enter only the u stays that the next convolution
+// looks back at.
+// PRECOND: grid (4 H_v / H_k, H_k, spans), 128 threads; spans int32 (first row, rows, slot, position, pending,
+// entering); pending + rows that do not enter <= ring.
+// One warp holds 8 columns of S in registers; it reads them once and stores them at most once. The
+// last span comes first: prompts stand there, and take longest. State and records are those of
+// earlier steps: they are on their way before the wait.
 KERNEL __launch_bounds__(32 * DELTA_WARPS) delta_rule(const __grid_constant__ DeltaNet work) {
-    follow_predecessor();
+    let_successor_start();
     __shared__ __align__(16) DeltaToken ring[2][DELTA_AHEAD];
-    const int* span = work.spans + 6 * (gridDim.y - 1 - blockIdx.y);
+    const int* span = work.spans + 6 * (gridDim.z - 1 - blockIdx.z);
     const int first = span[0], rows = span[1], slot = span[2], position = span[3],
-              pending = span[4], commits = span[5];
-    const int lane = threadIdx.x & 31, warp = threadIdx.x / 32, part = lane / 2;
-    const int column = 4 * warp + lane % 2 * DELTA_COLUMNS;  // the lane's first in the block
-    const int block_v = blockIdx.x * DELTA_BLOCK_COLUMNS, head = block_v / DELTA_DIM;
-    const int k_head = work.grouped ? head / (work.v_heads / work.k_heads) : head % work.k_heads;
+              pending = span[4], entering = span[5];
+    const bool rows_enter = entering > pending;
+    const int lane = threadIdx.x & 31, warp = threadIdx.x / 32, part = lane % 8;
+    const int column = 8 * warp + lane / 8 * DELTA_COLUMNS;  // the lane's first in the block
+    const int k_head = blockIdx.y, group = gridDim.x / DELTA_HEAD_BLOCKS,
+              of_group = blockIdx.x / DELTA_HEAD_BLOCKS,
+              head = work.grouped ? k_head * group + of_group : of_group * work.k_heads + k_head;
     const int n_k = work.k_heads * DELTA_DIM, n_v = work.v_heads * DELTA_DIM;
+    const int block_v = head * DELTA_DIM + blockIdx.x % DELTA_HEAD_BLOCKS * DELTA_BLOCK_COLUMNS;
     float* o = work.o + int64_t(first) * n_v + block_v + column;
-    for (int row = 0; slot < 0 && part == 0 && row < rows; row++)
-        *reinterpret_cast<float2*>(o + int64_t(row) * n_v) = float2{};
-    if (slot < 0) return;
-    // Copies the tokens from `t` rows behind the first one on. From k on, a record is like a row of
-    // c; what it has in place of q is not used.
+    if (slot < 0) {
+        wait_for_predecessor();
+        for (int row = 0; part == 0 && row < rows; row++)
+            *reinterpret_cast<float2*>(o + int64_t(row) * n_v) = float2{};
+        return;
+    }
+    // Copies the tokens from `t` rows behind the first one on, up to `end`. From k on, a record is
+    // like a row of c.
     const float* c = work.c_row(first);
-    auto fetch = [&](int t, DeltaToken* tokens) {
-        for (int i = warp; i < min(DELTA_AHEAD, rows - t); i += DELTA_WARPS) {
-            const float* q = t + i < 0 ? work.record(slot, position + t + i) + work.channels() - n_k
-                                       : c + int64_t(t + i) * work.c_values;
-            const float *k = q + n_k, *v = k + n_k, *gates = v + n_v + head;
-            const auto copy = [](auto bytes, const float* to, const float* from) {
-                copy_async<bytes>(unsigned(__cvta_generic_to_shared(to)), from);
-            };
-            DeltaToken& token = tokens[i];
-            const int at = 4 * lane, gate = lane % 2;
-            copy(Is<16>(), token.k + at, k + k_head * DELTA_DIM + at);
-            copy(Is<16>(), token.q + at, q + k_head * DELTA_DIM + at);
-            if (at < DELTA_BLOCK_COLUMNS) copy(Is<16>(), token.v + at, v + block_v + at);
-            else if (at < DELTA_BLOCK_COLUMNS + 8)  // beta and decay, by two lanes
-                copy(Is<4>(), &token.beta + gate, gates + gate * work.v_heads);
+    auto fetch = [&](int t, int end, DeltaToken* token) {
+        const auto copy = [](auto bytes, const float* to, const float* from) {
+            copy_async<bytes>(unsigned(__cvta_generic_to_shared(to)), from);
+        };
+#pragma unroll 1
+        for (t += warp, token += warp; t < end; t += DELTA_WARPS, token += DELTA_WARPS) {
+            const float* k = t < 0 ? work.record(slot, position + t) + work.channels()
+                                   : c + int64_t(t) * work.c_values + n_k;
+            const int at = 4 * lane, of_k_head = k_head * DELTA_DIM + at;
+            copy(Is<16>(), token->k + at, k + of_k_head);
+            if (t >= 0) copy(Is<16>(), token->q + at, k - n_k + of_k_head);
+            copy(Is<4>(), token->v + lane, k + n_k + block_v + lane);
+            if (lane < 2)
+                copy(Is<4>(), &token->beta + lane, k + n_k + n_v + head + lane * work.v_heads);
         }
         asm volatile("cp.async.commit_group;");
     };
-    fetch(-pending, ring[0]);
-
+    int t = -pending, end = min(t + DELTA_AHEAD, 0);
+    fetch(t, end, ring[0]);
     float* state = work.state(slot) + (block_v + column) * DELTA_DIM + 4 * part;
     float s[DELTA_COLUMNS][DELTA_VALUES] = {};
     for (int j = 0; position > pending && j < DELTA_COLUMNS; j++)
@@ -2963,51 +3018,61 @@ KERNEL __launch_bounds__(32 * DELTA_WARPS) delta_rule(const __grid_constant__ De
     auto store_state = [&] {
         for (int j = 0; j < DELTA_COLUMNS; j++)
             for (int i = 0; i < DELTA_VALUES; i += 4)
-                *reinterpret_cast<float4*>(state + j * DELTA_DIM + 16 * i) = load4(s[j] + i);
+                *reinterpret_cast<float4*>(state + j * DELTA_DIM + 8 * i) = load4(s[j] + i);
     };
+    wait_for_predecessor();
     // `out` is this lane's part of o, added up with the products of the next token: a sum over
     // lanes is a long wait.
     float out[DELTA_COLUMNS] = {};
     auto store_o = [&](int row, float sum) {
-        if ((lane & ~5) == 2) o[int64_t(row) * n_v + lane / 4] = sum;
+        if ((lane & 5) == 1) o[int64_t(row) * n_v + (lane >> 1 & 1)] = sum;
     };
-    for (int t = -pending, turn = 0; t < rows; turn ^= 1) {
-        asm volatile("cp.async.wait_group 0;");
+    for (int turn = 0; t < rows; turn ^= 1) {
+        const int next = min(end + DELTA_AHEAD, end < 0 ? 0 : rows);
+        fetch(end, next, ring[turn ^ 1]);
+        asm volatile("cp.async.wait_group 1;");
         __syncthreads();
         const DeltaToken* token = ring[turn];
-        const int end = min(t + DELTA_AHEAD, rows);
-        fetch(t + DELTA_AHEAD, ring[turn ^ 1]);
+        for (; t < end && t < 0; t++, token++) {
+            float k[DELTA_VALUES];
+            load_part(k, token->k + 4 * part);
+            const float2 delta = *reinterpret_cast<const float2*>(token->v + column);
+            enter_state(s[0], k, delta.x, token->decay);
+            enter_state(s[1], k, delta.y, token->decay);
+            if (t == -1 && entering == pending) store_state();
+        }
         for (; t < end; t++, token++) {
-            float k[DELTA_VALUES], q[DELTA_VALUES], known[DELTA_COLUMNS];
+            float k[DELTA_VALUES], q[DELTA_VALUES], delta[DELTA_COLUMNS];
             load_part(k, token->k + 4 * part);
             load_part(q, token->q + 4 * part);
             const float2 v = *reinterpret_cast<const float2*>(token->v + column);
-            const float beta = token->beta, decay = token->decay;
-            for (int j = 0; j < DELTA_COLUMNS; j++) known[j] = part_product(s[j], k);  // S^T k
+            const float known[] = {part_product(s[0], k), part_product(s[1], k)};  // S^T k
             const float sum = sum_of_parts(known, out);
             if (t > 0) store_o(t - 1, sum);
             for (int j = 0; j < DELTA_COLUMNS; j++) {
-                const float all = __shfl_sync(ALL_LANES, sum, lane % 2 + 4 * j);
-                const float delta = __fmul_rn(beta, fmaf(-decay, all, j ? v.y : v.x));
-                for (int i = 0; i < DELTA_VALUES; i++)
-                    s[j][i] = fmaf(k[i], delta, __fmul_rn(decay, s[j][i]));
+                const float all = __shfl_sync(ALL_LANES, sum, (lane & ~7) + 2 * j);
+                delta[j] = __fmul_rn(token->beta, fmaf(-token->decay, all, j ? v.y : v.x));
+                enter_state(s[j], k, delta[j], token->decay);
                 out[j] = part_product(s[j], q);
             }
-            if (t == -1 && !commits) store_state();
+            if (!rows_enter && part == 0)
+                *reinterpret_cast<float2*>(work.record(slot, position + t) + work.channels() + n_k +
+                                           block_v + column) = make_float2(delta[0], delta[1]);
         }
+        __syncthreads();
+        end = next;
     }
     store_o(rows - 1, sum_of_parts(out, out));
-    if (commits) store_state();
+    if (rows_enter) store_state();
 
-    const int kept = commits ? min(rows, work.width - 1) : rows;
-    const int channels = work.channels(), values = commits ? channels : work.record_values;
-    for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < kept * values;
-         i += gridDim.x * blockDim.x) {
-        const int row = rows - kept + i / values, at = i % values;
-        work.record(slot, position + row)[at] =
-            at < channels ? work.u_row(first + row)[at]
-                          : c[row * work.c_values + at - channels + n_k];
-    }
+    const int channels = work.channels(), values = rows_enter ? channels : work.record_values;
+    for (int row = rows_enter ? max(0, rows - work.width + 1) : 0; row < rows; row++)
+        for (int at = 4 * ((blockIdx.y * gridDim.x + blockIdx.x) * blockDim.x + threadIdx.x);
+             at < values; at += 4 * gridDim.x * gridDim.y * blockDim.x)
+            if (at < channels + n_k || at >= channels + n_k + n_v)
+                *reinterpret_cast<float4*>(work.record(slot, position + row) + at) =
+                    load4(at < channels ? work.u_row(first + row) + at
+                                        : c + int64_t(row) * work.c_values + at - channels + n_k);
 }
 
 // x[r] = rmsnorm of each head of o, times norm and silu(z): o f32 [rows, cols], z in rows of u that

@@ -11,6 +11,7 @@ import numpy as np
 
 PAGE = 64  # tokens of a page
 FEED = -1  # token of a row whose token is still on the device: the last one drawn for its slot
+PARTS_LIMIT = 1 << 28  # bytes of scratch for segments of attention that wait to be merged
 GRAPH_SIZES = 1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128  # rows of decode batches that have a graph
 ROW_ARRAYS = "tokens", "positions", "slots", "rope_sets", "tiles", "spans", "logit_rows"
 
@@ -28,7 +29,7 @@ class Batch:
     rope_sets: np.ndarray  # int32 [rows], which of Config.rope_sets
     page_table: np.ndarray  # int32 [slots, pages]: as many as the longest sequence has, about
     tiles: np.ndarray  # int32 [n, 4]: first row, rows, slot, position of the first row
-    spans: np.ndarray  # int32 [n, 6]: the same of a whole sequence, then: pending, commits
+    spans: np.ndarray  # int32 [n, 6]: the same of a whole sequence, then: pending, entering
     logit_rows: np.ndarray  # int32 [n], the rows whose logits are wanted
     draws: np.ndarray | None = None  # sampling.ROW [n]: how to draw from each of those
     sizes: tuple | None = None  # rows, tiles and spans, if they were padded to share a graph
@@ -40,13 +41,14 @@ class Batch:
         `wanted` is how many of the span's last rows need logits. Rows of a span are cut into
         tiles of at most `tile_tokens` rows. Two more numbers matter to recurrent state, which
         cannot be cut back: how many tokens before the span are pending, that is not yet in the
-        state (default 0), and whether this span's own tokens enter it now (default 1) or stay
-        pending until a later step says which of them count.
+        state in memory (default 0), and how many of these and the span's own enter it now: none,
+        those that are pending, or all (default). The others stay pending until a later step says
+        which of them count.
 
         The page table is cut after a power of two of pages that holds all spans, since backends
         split the work on what it could hold: by its whole width a short sequence would get none.
         """
-        whole = np.array([(0, len(ids), slot, position, *(state or (0, 1)), rope_set, wanted)
+        whole = np.array([(0, len(ids), slot, position, *(state or (0, len(ids))), rope_set, wanted)
                           for slot, position, ids, rope_set, wanted, *state in spans], np.int32)
         counts = whole[:, 1]
         whole[:, 0] = counts.cumsum() - counts
@@ -62,14 +64,13 @@ class Batch:
 
     def advance(self, rows):
         """Go on, in place, with the next token of each of the `rows` sequences that have one row
-        each: FEED, behind one that is pending. False if the page table is too narrow for that."""
+        each: FEED. What enters a state is the caller's. False if the page table is too narrow."""
         if self.positions.max() + 1 == PAGE * self.page_table.shape[1]:
             return False
         self.tokens[:rows] = FEED
         self.positions[:rows] += 1
         self.tiles[:rows, 3] += 1
         self.spans[:rows, 3] += 1
-        self.spans[:rows, 4] = 1
         self.draws["position"][:rows] += 1
         return True
 

@@ -151,14 +151,15 @@ class Engine:
             if value is not None:
                 check_number(value, int, 1, most, name)
         check_number(state_cache, int, 0, 1 << 62, "state_cache")
+        spec.check_name(draft)  # before the model is loaded, which takes a while
         self.gguf = gguf_file.GGUF(path)
         self.model_hash = receipts.ModelHash(self.gguf.paths)
         self.tokenizer = Tokenizer(self.gguf.metadata)
         self.ops = open_backend(backend)
         try:
             self.cfg, self.weights = model.load(self.gguf, self.ops, progress)
-            self.proposer = spec.proposer(draft, self)
             self.prefill_chunk, self.max_rows = prefill_chunk, max_rows
+            self.proposer = spec.proposer(draft, self)
             if sessions is None and self.cfg.n_state_layers:  # states leave most memory to KV
                 room = self.ops.free_memory() // 4 // self.cfg.state_bytes(PENDING)
                 self.max_sessions = max(1, min(max_rows, room - 1))
@@ -192,11 +193,13 @@ class Engine:
         longest = -(-self.cfg.n_ctx // PAGE)
         if context is not None:
             return -(-context // PAGE), min(longest, -(-context // PAGE))
-        held = (self.max_sessions + 1) * self.cfg.state_bytes(PENDING)
+        models = [(self.cfg, self.max_rows * PENDING), *self.proposer.models]
+        room = int(self.ops.free_memory() * 0.9)
+        room -= (self.max_sessions + 1) * self.cfg.state_bytes(PENDING)
         if self.ops.captures:
-            held += self.scratch_bytes()
-        room = int(self.ops.free_memory() * 0.9) - held
-        room //= PAGE * (self.cfg.kv_bytes_per_token(kv) + self.proposer.kv_bytes_per_token(kv))
+            room -= sum(cfg.scratch_bytes(self.prefill_chunk + self.max_rows, logits)
+                        for cfg, logits in models)
+        room //= PAGE * sum(cfg.kv_bytes_per_token(kv) for cfg, _ in models)
         if room < 1:
             raise DeviceError("no memory is left for the KV cache; use a smaller model, fewer "
                               "--sessions or --kv q8")
@@ -207,15 +210,6 @@ class Engine:
     def longest(self):
         """Most tokens of a sequence: what the model was made for, or what the KV cache holds."""
         return min(self.page_table.shape[1] * PAGE, self.cfg.n_ctx)
-
-    def scratch_bytes(self):
-        """About what the ops of the largest steps will take: float32 results of each width, and
-        logits of all sequences with all drafts, each with the 39 KB that sampling keeps of it."""
-        cfg = self.cfg
-        ff = max(cfg.n_ff, 2 * cfg.n_ff_shared, cfg.n_experts_used * cfg.n_ff_experts)
-        row = 6 * cfg.n_embd + 4 * ff + 4 * cfg.n_heads * cfg.head_dim + 3 * cfg.delta_channels
-        return 4 * ((self.prefill_chunk + self.max_rows) * row
-                    + self.max_rows * PENDING * (cfg.n_vocab + 10_000))
 
     def bytes_per_step(self, rows):
         """Bytes of weights that a step reads, in the format in which the backend keeps them.
@@ -294,7 +288,8 @@ class Engine:
                 code="context_length_exceeded")
         if speculation is None or isinstance(speculation, bool):
             speculation = 0 if speculation is False else spec.MAX_DRAFT
-        check_number(speculation, int, 0, spec.MAX_DRAFT, "speculation")
+        check_number(speculation, int, 0, spec.MAX_DRAFT, "speculation",
+                     "speculation, unless it is true or false,")
         check_number(top_logprobs, int, 0, self.cfg.n_vocab, "top_logprobs")
         check_number(choice, int, 0, 2**32 - 1, "choice")
         request = Request(ids, sampling.seeded(), max_tokens,
@@ -635,15 +630,16 @@ class Engine:
             # The last step again, every sequence one token further: nothing else changes.
             batch, sampled, rows, drafts = last.batch, last.sampled, last.rows, {}
             chosen = [(r, ids, position + 1, 1) for r, ids, position, _ in last.chosen]
+            states = self.states_of(chosen)
+            batch.spans[:rows, 4:] = states
         else:
             drafts = self.proposer.propose(wants) if wants else {}
             chosen = self.choose_rows(decoding, drafts)
             if not chosen:
                 return False
-            # Prompts enter a recurrent state at once, decoded tokens when the next step follows.
-            batch = Batch.of([(r.slot, position, ids, r.rope_set, wanted, position - r.committed,
-                               int(position < len(r.prompt)))
-                              for r, ids, position, wanted in chosen],
+            states = self.states_of(chosen)
+            batch = Batch.of([(r.slot, position, ids, r.rope_set, wanted, *state)
+                              for (r, ids, position, wanted), state in zip(chosen, states)],
                              self.page_table, self.tile_tokens)
             sampled = [(r, i) for r, _, _, wanted in chosen for i in range(wanted)]
             rows = len(batch.tokens)
@@ -654,13 +650,13 @@ class Engine:
         # Rare and large: these rows wait for their step here, before the next one overwrites them.
         rows_of_logits = {row: self.ops.download_row(logits, row)
                           for row, (request, _) in enumerate(sampled) if request.top_logprobs}
-        for request, ids, position, wanted in chosen:
+        for (request, ids, position, wanted), (_, entering) in zip(chosen, states):
             request.last_step = self.steps
             request.sampled += wanted > 0
+            request.committed += entering
             if position >= len(request.prompt):
-                request.committed = position
                 continue
-            request.read = request.committed = position + len(ids)
+            request.read = position + len(ids)
             if wanted and not self.cfg.n_state_layers or request.read in request.marks:
                 self.remember(request, request.prompt[:request.read])
         wanted = len(decoding) + sum(wants.values()) if len(decoding) == len(chosen) else 0
@@ -672,6 +668,26 @@ class Engine:
         self.counts["steps_of_16_rows"] += len(sampled) >= 16
         self.counts["sweeps"] += bool(decoding)
         return True
+
+    def states_of(self, chosen):
+        """(pending, entering) of each span, see Batch.of.
+
+        Prompts enter the recurrent state in memory at once, and all before them. Decoded tokens
+        stay pending, since not all may count, until the next ones begin another interval;
+        intervals of slots are staggered, so that steps take the same time.
+        """
+        interval, states = self.ops.state_interval, []
+        for request, ids, position, _ in chosen:
+            pending, end = position - request.committed, position + len(ids)
+            begin = request.committed + request.slot
+            if position < len(request.prompt):
+                entering = end - request.committed
+            elif begin // interval < (end - 1 + request.slot) // interval:
+                entering = pending
+            else:
+                entering = 0
+            states.append((pending, entering))
+        return states
 
     def draw(self, name, forward, batch, sampled, rows):
         """Launch a forward pass and the drawing of tokens: (tokens, log probabilities, logits, h,

@@ -123,6 +123,12 @@ class Reference:
         """A Matrix for each expert, or head, from `tensors`, each [experts, rows, cols]."""
         return [self.matrix(parts) for parts in zip(*(tensor.parts() for tensor in tensors))]
 
+    def gated(self, gate_up, down, norm):
+        """Handles of a gated feed-forward network, or of experts: `gate_up` for linear_silu, in one
+        tensor or in two, and `down` for what it gives. norm: of the RMSNorm before them."""
+        make = self.matrix if len(down[0].shape) == 2 else self.experts
+        return make(gate_up), make(down)
+
     def vector(self, array):
         return np.asarray(array, self.dtype)
 
@@ -160,6 +166,7 @@ class Reference:
 
     # ---- steps: the same protocol as the device, with nothing to copy ---------------------------
 
+    state_interval = 1
     steps_ahead = 0  # a result is there when an op returns
     captures = False
 
@@ -266,6 +273,13 @@ class Reference:
                 tile[:left] = x[at:]
             out[at:at + size] = (np.ascontiguousarray(tile) @ weight)[:left]
             at += size
+
+    def linear_silu(self, x, w, routes=None):
+        """x [rows, F] = silu(gate) * up of x times the rows of w, those of gate first; or, with
+        `routes`, of what linear_experts gives."""
+        y = self.linear(x, w) if routes is None else self.linear_experts(x, w, routes)
+        gate, up = np.split(y, 2, axis=-1)
+        return silu(gate) * up
 
     def linear_add(self, x, w, h):
         """h += x times the rows of w, in place; h may have more rows, of padding, than x."""
@@ -384,24 +398,25 @@ class Reference:
     def delta_rule(self, u, c, cfg, layer, kv, batch):
         """o [rows, H_v d] = S^T q, S being the state of each v head after the row's own token.
 
-        The state in memory first takes the span's pending tokens; its rows enter it only if the
-        span commits, else they become the pending ones. Rows with a negative slot give zeros.
+        The state in memory takes the first `entering` of the span's pending tokens and its rows:
+        none, those that are pending, or all. Rows with a negative slot give zeros.
         """
         states, channels = kv.states, cfg.delta_channels
         q, tokens = np.split(c, [cfg.delta_k_heads * cfg.delta_dim], axis=1)
         records = np.concatenate([u[:, :channels], tokens], axis=1)
         o = np.zeros((len(u), cfg.delta_v_heads, cfg.delta_dim), self.dtype)
-        for first, rows, slot, position, pending, commits in batch.spans:
+        for first, rows, slot, position, pending, entering in batch.spans:
             if slot < 0:
                 continue
             recent, state = states.recent[slot, layer], states.matrix[slot, layer]
             if position == pending:
                 state[:] = 0
+            state = state if entering else state.copy()
             for at in range(position - pending, position):
-                delta_step(state, recent[at % states.ring, channels:], cfg)
-            state = state if commits else state.copy()
+                delta_step(state, recent[at % states.ring, channels:], cfg, pending=True)
+            state = state if entering > pending else state.copy()
             for row in range(first, first + rows):
-                delta_step(state, tokens[row], cfg)
+                delta_step(state, records[row, channels:], cfg)
                 o[row] = np.einsum("hvk,hk->hv", state, of_v_heads(q[row], cfg))
             kept = np.arange(max(0, rows - states.ring), rows)
             recent[(position + kept) % states.ring] = records[first + kept]
@@ -412,11 +427,6 @@ class Reference:
         heads = o.reshape(len(o), cfg.delta_v_heads, cfg.delta_dim)
         z = u[:, cfg.delta_channels:cfg.delta_channels + o.shape[1]]
         return self.rmsnorm(heads, norm, cfg.rms_eps).reshape(o.shape) * silu(z)
-
-    def silu_mul(self, gate_up):
-        """x [rows, F] = silu(gate) * up of gate_up [rows, 2F], gate first."""
-        gate, up = np.split(gate_up, 2, axis=-1)
-        return silu(gate) * up
 
     def route(self, logits, bias, cfg, batch):
         """Routes of each row: its n_experts_used best by probability + bias, ties to the lower one.
@@ -598,8 +608,8 @@ class States:
     matrix: S of each v head, transposed to [d of v, d of k], so that sums run along the last axis
     (einsum: without an array of products, 3 to 20 times as fast).
     recent: at place position % ring u's q | k | v of a token (the convolution looks back), then
-    k | v | beta | decay (a pending token enters the matrix later). The ring holds those that are
-    pending and those that become so, or those that are pending and what the convolution needs.
+    k | delta | beta | decay (a pending token enters the matrix later). The ring holds those that
+    are pending and those that become so, or those that are pending and what the convolution needs.
     """
 
     def __init__(self, cfg, n_states, pending, dtype):
@@ -618,14 +628,16 @@ def of_v_heads(x, cfg):
     return x.reshape(-1, cfg.delta_dim)[k_head]
 
 
-def delta_step(state, token, cfg):
-    """Enter one token into state [H_v, d of v, d of k], in place. token: k | v | beta | decay."""
+def delta_step(state, token, cfg, pending=False):
+    """Enter one token into state [H_v, d of v, d of k], in place. token: k | v | beta | decay; its
+    v becomes delta, by which the state grows along k, and that of a pending token is delta."""
     n_k, n_v = cfg.delta_k_heads * cfg.delta_dim, cfg.delta_v_heads * cfg.delta_dim
     k, v, beta, decay = np.split(token, np.cumsum([n_k, n_v, cfg.delta_v_heads]))
     k, v = of_v_heads(k, cfg), v.reshape(-1, cfg.delta_dim)
     state *= decay[:, None, None]
-    delta = beta[:, None] * (v - np.einsum("hvk,hk->hv", state, k))
-    state += delta[..., None] * k[:, None]
+    if not pending:
+        v[:] = beta[:, None] * (v - np.einsum("hvk,hk->hv", state, k))
+    state += v[..., None] * k[:, None]
 
 
 def quantise_q8(x):

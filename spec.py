@@ -30,6 +30,7 @@ import numpy as np
 
 import gguf_file
 import model
+from errors import require
 from kv import FEED, GRAPH_SIZES, Batch
 
 MAX_DRAFT = 8  # most drafts of a sequence in one step
@@ -40,6 +41,7 @@ FREQUENT = 1 << 15
 
 class Proposer:
     """Where drafts come from: nowhere. One serves all requests of an engine, on its thread."""
+    models = ()  # (Config, most rows with logits in a step) of models of its own
 
     def propose(self, wants):
         """{request: drafts} for {request: most drafts}: token ids that may follow its tokens.
@@ -48,12 +50,8 @@ class Proposer:
         """
         return {}
 
-    def kv_bytes_per_token(self, kv_format):
-        """Bytes of KV of one's own."""
-        return 0
-
     def allocate(self, n_pages, kv_format):
-        """Make room for that KV, under the page numbers of the engine's."""
+        """Make room for KV of its own, under the page numbers of the engine's."""
 
     def leave(self, step):
         """The next step is launched now: what this one left on the device is overwritten."""
@@ -118,9 +116,7 @@ class DraftModel(Proposer):
         gguf.require(not self.cfg.n_state_layers, "a draft model cannot be a recurrent one; choose "
                      "another, or --draft ngram")
         self.tile_tokens = engine.ops.tile_tokens(self.cfg)
-
-    def kv_bytes_per_token(self, kv_format):
-        return self.cfg.kv_bytes_per_token(kv_format)
+        self.models = (self.cfg, max(engine.max_rows, GRAPH_SIZES[-1])),
 
     def allocate(self, n_pages, kv_format):
         self.kv = self.engine.ops.pages(self.cfg, n_pages, kv_format)
@@ -349,6 +345,13 @@ class Controller:
         self.tried[request.slot] = self.right[request.slot] = 0
 
 
+def check_name(name):
+    """RequestError unless `name` may name a proposer."""
+    is_path = isinstance(name, (str, os.PathLike)) and os.path.isfile(name)
+    require(is_path or name in ("auto", "off", "ngram", "mtp"), f'--draft is "{name}", which is no '
+            "file; choose auto, off, ngram, mtp or the GGUF file of a smaller model", param="draft")
+
+
 def proposer(name, engine):
     """The Proposer that --draft names: "off", "ngram", "mtp" (the model's own head), the
     path of a smaller model, or "auto": mtp where the file has the head, else ngram.
@@ -359,8 +362,4 @@ def proposer(name, engine):
         return Mtp(engine)
     if name in ("ngram", "auto"):
         return NGram()
-    if name == "off":
-        return Proposer()
-    engine.gguf.require(isinstance(name, (str, os.PathLike)) and os.path.isfile(name),
-                        f"--draft {name} is no GGUF file; choose auto, off, ngram, mtp or a path")
-    return DraftModel(name, engine)
+    return Proposer() if name == "off" else DraftModel(name, engine)

@@ -344,15 +344,17 @@ def test_draft_model(target, draft, share, backend):
         assert not e.proposer.read
 
 
-def test_draft_model_is_checked():
+def test_draft_model_is_checked(monkeypatch):
+    with pytest.raises(LeoneError, match="MTP"):
+        engine(quantised("llama3"), "cpu", draft="mtp")
     for draft, problem in (("mistral", "tokens of the model"), ("qwen35", "recurrent")):
         target = "qwen3" if draft == "qwen35" else "llama3"
         with pytest.raises(LeoneError, match=problem):
             engine(quantised(target), "cpu", draft=str(quantised(draft)))
-    with pytest.raises(LeoneError, match="no GGUF file"):
-        engine(quantised("llama3"), "cpu", draft="no such file")
-    with pytest.raises(LeoneError, match="MTP"):
-        engine(quantised("llama3"), "cpu", draft="mtp")
+    monkeypatch.setattr(leone.model, "load", lambda *_: pytest.fail("the model was loaded first"))
+    for name in ("", "no such file", GOLDEN, 7, None):
+        with pytest.raises(LeoneError, match="choose auto, off, ngram, mtp or the GGUF file"):
+            engine(quantised("llama3"), "cpu", draft=name)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -503,7 +505,7 @@ def test_bench_on_prompts(capsys, tmp_path, monkeypatch):
                                {"kind": "prose", "prompt": ["Why?"]}]))
     monkeypatch.setattr(spec.Controller, "lengths", lambda self, limits: {
         request: 3 for request, most in limits.items() if most >= 3})
-    bench = "bench", "--rows", "1", "--ctx", "1024", "--draft", "ngram", "--prompts"
+    bench = "bench", "--ctx", "1024", "--draft", "ngram", "--prompts"
     code, out, _ = command(capsys, *bench, str(few), "--json")
     result = json.loads(out)
     assert code == 0 and set(result["median_gain"]) == {"edit", "prose"}

@@ -631,7 +631,8 @@ class Engine:
             batch, sampled, rows, drafts = last.batch, last.sampled, last.rows, {}
             chosen = [(r, ids, position + 1, 1) for r, ids, position, _ in last.chosen]
             states = self.states_of(chosen)
-            batch.spans[:rows, 4:] = states
+            if self.cfg.n_state_layers:
+                batch.spans[:rows, 4:] = states
         else:
             drafts = self.proposer.propose(wants) if wants else {}
             chosen = self.choose_rows(decoding, drafts)
@@ -676,6 +677,8 @@ class Engine:
         stay pending, since not all may count, until the next ones begin another interval;
         intervals of slots are staggered, so that steps take the same time.
         """
+        if not self.cfg.n_state_layers:
+            return [(0, 0)] * len(chosen)
         interval, states = self.ops.state_interval, []
         for request, ids, position, _ in chosen:
             pending, end = position - request.committed, position + len(ids)

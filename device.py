@@ -652,8 +652,9 @@ class Device:
         # Worth 7% of a step of 1 row and 3% of 8 (8B on an H200); at 64 rows it costs 10%, since
         # waiting blocks take room, and an eager launch takes Python longer.
         self.launch_early = self.arch >= 90 and len(batch.tokens) <= FEW_ROWS
-        lengths = np.append(batch.spans[:, 1], 2)
-        self.single_rows, self.longest_span = int(np.argmax(lengths > 1)), int(lengths.max())
+        lengths = batch.spans[:, 1]
+        self.longest_span = int(lengths.max())
+        self.single_rows = int((lengths > 1).argmax()) if self.longest_span > 1 else len(lengths)
         table = self.buffer("page_table", batch.page_table.shape, np.int32)
         if not np.array_equal(self.page_table, batch.page_table):
             self.page_table = batch.page_table

@@ -337,8 +337,8 @@ class Controller:
         """Of `drafted` tokens for a request that was to have some, the first `right` were right."""
         tried, won = min(drafted, right + 1) + 1, right + 1 if drafted else 0
         for row in (request.slot, -1):
-            self.tried[row, :tried] = self.tried[row, :tried] * self.WINDOW + 1
-            self.right[row, :tried] *= self.WINDOW
+            self.outcomes[:, row, :tried] *= self.WINDOW
+            self.tried[row, :tried] += 1
             self.right[row, :won] += 1
 
     def forget(self, request):

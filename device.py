@@ -382,8 +382,7 @@ class Device:
             # pinned memory for results on their way to the host, taken in turn
             self.landings = itertools.cycle([
                 (self.open("cuEventCreate", 0, undo="cuEventDestroy"),
-                 (ctypes.c_byte * LANDING_BYTES).from_address(int(
-                     self.open("cuMemAllocHost", LANDING_BYTES, undo="cuMemFreeHost"))))
+                 int(self.open("cuMemAllocHost", LANDING_BYTES, undo="cuMemFreeHost")))
                 for _ in range(16)])  # more than a draft has rounds
             self.opened.callback(self.free_all)
             self.opened = self.opened.pop_all()
@@ -719,14 +718,13 @@ class Device:
             downloaded = [self.download(buffer) for buffer in buffers]
             return lambda: downloaded
         event, landing = next(self.landings)
-        call("cuMemcpyDtoHAsync", ctypes.addressof(landing), start, end - start, self.stream)
+        call("cuMemcpyDtoHAsync", landing, start, end - start, self.stream)
         call("cuEventRecord", event, self.stream)
 
         def wait():
             call("cuEventSynchronize", event)
-            return [np.frombuffer(landing, buffer.dtype, math.prod(buffer.shape),
-                                  buffer.ptr - start).reshape(buffer.shape).copy()
-                    for buffer in buffers]
+            return [np.frombuffer(ctypes.string_at(landing + buffer.ptr - start, buffer.nbytes),
+                                  buffer.dtype).reshape(buffer.shape) for buffer in buffers]
         return wait
 
     def stored_bytes(self, tensor):

@@ -483,17 +483,17 @@ DEVICE void store_totals(const Product& product, const Place& place, const Rows&
     }
 }
 
-// ---- few rows: each warp of a block takes a chain of a tile -----------------------------------
+// ---- few rows: the warps of a block share the chains of a tile ---------------------------------
 
 constexpr int FEW_STRIDE = 20;  // floats of a token's 16 sums in shared memory: no bank conflicts
-template <int WARPS, int TOKENS>
-constexpr int FEW_SUMS = WARPS * TOKENS * FEW_STRIDE;
+template <int TOKENS>
+constexpr int FEW_SUMS = CHAINS * TOKENS * FEW_STRIDE;
 
 // The tiles place.index, place.index + place.blocks, ... of a row block. The loads of a warp run
 // ahead of its products by one part, across tiles too.
 template <int FORMAT, int TOKEN_TILES, int BLOCKS, int WARPS, typename Rows>
 DEVICE void linear_few(const Product& product, const Place& place, const Rows& rows,
-                       float (&sums)[2][FEW_SUMS<WARPS, 8 * TOKEN_TILES>]) {
+                       float (&sums)[2][FEW_SUMS<8 * TOKEN_TILES>]) {
     using P = Packed<FORMAT>;
     constexpr int TOKENS = 8 * TOKEN_TILES;
     // Chunks loaded in advance, as many as there are registers for.
@@ -510,7 +510,7 @@ DEVICE void linear_few(const Product& product, const Place& place, const Rows& r
     };
     const unsigned tile_bytes = P::tile_bytes(chunks);
     const int turn = parts < WARPS ? 0 : WARPS / 2;
-    int half_of_sums = 0, chain = warp;
+    int half_of_sums = 0, first = warp;  // the chain with which this warp begins a tile
 
     const uint4* x[TOKEN_TILES];  // past the end: the last token again, its results are dropped
     for (int n = 0; n < TOKEN_TILES; n++)
@@ -554,52 +554,55 @@ DEVICE void linear_few(const Product& product, const Place& place, const Rows& r
             before = load_if(mine && product.add, to, 0.0f);
         };
         if (BLOCKS == 2) load_rest();  // early, if there are registers to keep it
-        float sum[TOKEN_TILES][4] = {};
-        for (int part = chain; part < parts; part += WARPS) {
-            // What this warp takes next; parts: nothing.
-            const bool same_tile = part + WARPS < parts;
-            const uint8_t* next_tile = same_tile ? tile : tile + place.blocks * tile_bytes;
-            const int next = same_tile                      ? part + WARPS
-                             : index + place.blocks < tiles ? chain ^ turn
-                                                            : parts;
-            for (int i = 0; i < P::SCALE_WORDS; i++) scales[i] = next_scales[i];
-            if (next < parts) load_scales<FORMAT>(next_tile, chunks, next, lane, next_scales);
-            ChunkScales s = {};
-#pragma unroll
-            for (int c = 0; c < PART_CHUNKS; c++) {
-                if (P::WHOLE_PARTS || exists(part, c)) {
-                    decode_scales<FORMAT>(scales, c, s);
-                    for (int half = 0; half < 2; half++) {
-                        unsigned a[2][4];
-                        dequantise<FORMAT>(words[c % AHEAD], s, half, a);
-                        for (int n = 0; n < TOKEN_TILES; n++) {
-                            const unsigned(&k)[4] = b[c % TOKENS_AHEAD][n][half];
-                            mma_16x8x16(sum[n], a[0], k[0], k[1]);
-                            mma_16x8x16(sum[n], a[1], k[2], k[3]);
-                        }
-                    }
-                }
-                const int far = (c + AHEAD) % PART_CHUNKS;
-                if (c + AHEAD < PART_CHUNKS) load_ahead(tile, part, far);
-                else load_ahead(next_tile, next, far);
-                load_tokens(c + TOKENS_AHEAD < PART_CHUNKS ? part : next,
-                            (c + TOKENS_AHEAD) % PART_CHUNKS);
-                __syncwarp();  // or the compiler moves the loads of all chunks behind the last one
-            }
-            tile = next_tile;
-        }
         float* tile_sums = sums[half_of_sums];
         half_of_sums ^= 1;  // one barrier a tile: the next one takes the other half
-        for (int n = 0; n < TOKEN_TILES; n++)
-            for (int i = 0; i < 4; i++)
-                tile_sums[(chain * TOKENS + 8 * n + 2 * t + (i & 1)) * FEW_STRIDE + g +
-                          8 * (i >> 1)] = sum[n][i];
-        chain ^= turn;
+#pragma unroll 1
+        for (int chain = first; chain < CHAINS; chain += WARPS) {
+            float sum[TOKEN_TILES][4] = {};
+            for (int part = chain; part < parts; part += CHAINS) {
+                // What this warp takes next; parts: nothing.
+                int next = part + CHAINS;
+                if (next >= parts) next = chain + WARPS < CHAINS ? chain + WARPS : parts;
+                const bool same_tile = next < parts;
+                const uint8_t* next_tile = same_tile ? tile : tile + place.blocks * tile_bytes;
+                if (!same_tile) next = index + place.blocks < tiles ? first ^ turn : parts;
+                for (int i = 0; i < P::SCALE_WORDS; i++) scales[i] = next_scales[i];
+                if (next < parts) load_scales<FORMAT>(next_tile, chunks, next, lane, next_scales);
+                ChunkScales s = {};
+#pragma unroll
+                for (int c = 0; c < PART_CHUNKS; c++) {
+                    if (P::WHOLE_PARTS || exists(part, c)) {
+                        decode_scales<FORMAT>(scales, c, s);
+                        for (int half = 0; half < 2; half++) {
+                            unsigned a[2][4];
+                            dequantise<FORMAT>(words[c % AHEAD], s, half, a);
+                            for (int n = 0; n < TOKEN_TILES; n++) {
+                                const unsigned(&k)[4] = b[c % TOKENS_AHEAD][n][half];
+                                mma_16x8x16(sum[n], a[0], k[0], k[1]);
+                                mma_16x8x16(sum[n], a[1], k[2], k[3]);
+                            }
+                        }
+                    }
+                    const int far = (c + AHEAD) % PART_CHUNKS;
+                    if (c + AHEAD < PART_CHUNKS) load_ahead(tile, part, far);
+                    else load_ahead(next_tile, next, far);
+                    load_tokens(c + TOKENS_AHEAD < PART_CHUNKS ? part : next,
+                                (c + TOKENS_AHEAD) % PART_CHUNKS);
+                    __syncwarp();  // or the compiler moves all chunks' loads behind the last
+                }
+                tile = next_tile;
+            }
+            for (int n = 0; n < TOKEN_TILES; n++)
+                for (int i = 0; i < 4; i++)
+                    tile_sums[(chain * TOKENS + 8 * n + 2 * t + (i & 1)) * FEW_STRIDE + g +
+                              8 * (i >> 1)] = sum[n][i];
+        }
+        first ^= turn;
         if (BLOCKS > 2) load_rest();
         __syncthreads();
         if (mine) {
             const float* own = tile_sums + token * FEW_STRIDE + threadIdx.x % TILE_ROWS;
-            for (int i = 0; i < WARPS; i++)
+            for (int i = 0; i < CHAINS; i++)
                 total = __fadd_rn(total, own[i * TOKENS * FEW_STRIDE]);
         }
         const float y = result(total, row_scale * token_scale, bias, before);
@@ -615,7 +618,7 @@ DEVICE void linear_few(const Product& product, const Place& place, const Rows& r
 
 template <int TOKEN_TILES, int BLOCKS>
 DEVICE void linear_tiles(const Linear& work) {
-    __shared__ float sums[2][FEW_SUMS<CHAINS, 8 * TOKEN_TILES>];
+    __shared__ float sums[2][FEW_SUMS<8 * TOKEN_TILES>];
     let_successor_start();
     const Place place = place_in(work.stack, blockIdx.x);
     with_format(place.format, [&](auto format) {
@@ -663,8 +666,7 @@ DEVICE void barrier_arrive(int id, int threads) {
 // The WARPS warps of a group take as many tiles each and share the tokens of a chunk.
 // Shared memory: RING_KB of [group][slot][tokens, then each tile's words of a chunk], with as many
 // slots as fit, then totals.
-template <int CHAINS, int FORMAT, int ROWS, int COLUMNS, int WARPS, int GROUPS, int RING_KB,
-          typename Rows>
+template <int FORMAT, int ROWS, int COLUMNS, int WARPS, int GROUPS, int RING_KB, typename Rows>
 DEVICE void linear_staged(const Product& product, const Place& place, const Rows& rows,
                           int first_token, uint8_t* shared) {
     using P = Packed<FORMAT>;
@@ -761,7 +763,7 @@ DEVICE void linear_staged(const Product& product, const Place& place, const Rows
             const int part_chunks = min(chunks - part * PART_CHUNKS, PART_CHUNKS);
     #pragma unroll 1  // half the code, at the same speed
             for (int pair = 0; pair < part_chunks; pair += 2) {
-    #pragma unroll
+#pragma unroll
                 for (int c = 0; c < 2; c++) {
                     if (c % STEP == 0) {
                         // This step is there, and all warps of the group have read the one before,
@@ -836,8 +838,8 @@ DEVICE void linear_block(const Linear& work) {
     wait_for_predecessor();
     const Place place = place_in(work.stack, blockIdx.y);
     with_format(place.format, [&](auto format) {
-        linear_staged<CHAINS, format, ROWS, SHAPE...>(work.product, place, OwnRows(),
-                                                      blockIdx.x * ROWS, shared);
+        linear_staged<format, ROWS, SHAPE...>(work.product, place, OwnRows(), blockIdx.x * ROWS,
+                                              shared);
     });
 }
 
@@ -2803,14 +2805,14 @@ DEVICE void with_item(const LinearExperts& work, Body body) {
 // y [tokens, heads, columns] of x [tokens, heads, K]. Items of <= 8 tokens.
 // PRECOND: grid (sum of blocks, items), 128 threads. As linear_few_8 with four warps a block: K of
 // an expert is short (3 parts of 768), and warps without a part would idle.
-constexpr int EXPERT_CHAINS = 4;
-KERNEL __launch_bounds__(32 * EXPERT_CHAINS, 6)
+constexpr int EXPERT_WARPS = 4;
+KERNEL __launch_bounds__(32 * EXPERT_WARPS, 6)
 linear_experts_8(const __grid_constant__ LinearExperts work) {
-    __shared__ float sums[2][FEW_SUMS<EXPERT_CHAINS, 8>];
+    __shared__ float sums[2][FEW_SUMS<8>];
     if (!work.known) wait_for_predecessor();
     let_successor_start();  // when the items are there for it
     with_item<8>(work, [&](auto format, const Product& product, const Place& place, auto rows) {
-        linear_few<format, 1, 6, EXPERT_CHAINS>(product, place, rows, sums);
+        linear_few<format, 1, 6, EXPERT_WARPS>(product, place, rows, sums);
     });
 }
 
@@ -2821,7 +2823,7 @@ linear_experts_some(const __grid_constant__ LinearExperts work) {
     extern __shared__ __align__(128) uint8_t shared[];
     wait_for_predecessor();
     with_item<32>(work, [&](auto format, const Product& product, const Place& place, auto rows) {
-        linear_staged<EXPERT_CHAINS, format, 32, 128, 8, 1, 40>(product, place, rows, 0, shared);
+        linear_staged<format, 32, 128, 8, 1, 40>(product, place, rows, 0, shared);
     });
 }
 

@@ -382,8 +382,7 @@ class Device:
             # pinned memory for results on their way to the host, taken in turn
             self.landings = itertools.cycle([
                 (self.open("cuEventCreate", 0, undo="cuEventDestroy"),
-                 (ctypes.c_byte * LANDING_BYTES).from_address(int(
-                     self.open("cuMemAllocHost", LANDING_BYTES, undo="cuMemFreeHost"))))
+                 int(self.open("cuMemAllocHost", LANDING_BYTES, undo="cuMemFreeHost")))
                 for _ in range(16)])  # more than a draft has rounds
             self.opened.callback(self.free_all)
             self.opened = self.opened.pop_all()
@@ -652,8 +651,9 @@ class Device:
         # Worth 7% of a step of 1 row and 3% of 8 (8B on an H200); at 64 rows it costs 10%, since
         # waiting blocks take room, and an eager launch takes Python longer.
         self.launch_early = self.arch >= 90 and len(batch.tokens) <= FEW_ROWS
-        lengths = np.append(batch.spans[:, 1], 2)
-        self.single_rows, self.longest_span = int(np.argmax(lengths > 1)), int(lengths.max())
+        lengths = batch.spans[:, 1]
+        self.longest_span = int(lengths.max())
+        self.single_rows = int((lengths > 1).argmax()) if self.longest_span > 1 else len(lengths)
         table = self.buffer("page_table", batch.page_table.shape, np.int32)
         if not np.array_equal(self.page_table, batch.page_table):
             self.page_table = batch.page_table
@@ -718,14 +718,13 @@ class Device:
             downloaded = [self.download(buffer) for buffer in buffers]
             return lambda: downloaded
         event, landing = next(self.landings)
-        call("cuMemcpyDtoHAsync", ctypes.addressof(landing), start, end - start, self.stream)
+        call("cuMemcpyDtoHAsync", landing, start, end - start, self.stream)
         call("cuEventRecord", event, self.stream)
 
         def wait():
             call("cuEventSynchronize", event)
-            return [np.frombuffer(landing, buffer.dtype, math.prod(buffer.shape),
-                                  buffer.ptr - start).reshape(buffer.shape).copy()
-                    for buffer in buffers]
+            return [np.frombuffer(ctypes.string_at(landing + buffer.ptr - start, buffer.nbytes),
+                                  buffer.dtype).reshape(buffer.shape) for buffer in buffers]
         return wait
 
     def stored_bytes(self, tensor):

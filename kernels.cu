@@ -386,7 +386,7 @@ struct Product {
     float* y;                   // [rows, columns]
     Int rows, columns, chunks;
     Int add;   // y += instead of y =
-    Int silu;  // y is silu(gate) * up instead: see store_silu
+    Int silu;  // y: f16 pieces [rows, columns / 2] of silu(gate) * up
 };
 
 // One element of y from its sum and what it is added to. `scale` is that of the token times that of
@@ -395,14 +395,17 @@ DEVICE float result(float sum, float scale, float bias, float before) {
     return __fadd_rn(before, __fadd_rn(__fmul_rn(sum, scale), bias));
 }
 
-// One f16 of silu(gate) * up, in the pieces that the next product reads. A tile holds eight rows of
-// gate, then the same eight of up; `column` is that of gate. The scale of `up` has a power of two
-// that keeps the product below 2^15: see Device.gated.
-DEVICE void store_silu(const Product& product, int row, int column, float gate, float up) {
-    const int index = (column + column % TILE_ROWS) / 2;
-    uint4* piece = reinterpret_cast<uint4*>(product.y) +
-                   piece_at(row, index, chunks_of(product.columns / 2));
-    reinterpret_cast<__half*>(piece)[index % 8] = __float2half_rn(silu(gate) * up);
+// Stores one element of y; or, for one of gate, silu(gate) * up in the f16 pieces that a product
+// reads: a tile holds eight rows of gate, then the same ones of up. The scale of `up` has a power
+// of two that keeps what is stored below 2^15, see Device.gated.
+DEVICE void store(const Product& product, int row, int column, float y, float up) {
+    if (!product.silu) {
+        product.y[int64_t(row) * product.columns + column] = y;
+    } else if (column % TILE_ROWS < TILE_ROWS / 2) {
+        const int k = (column + column % TILE_ROWS) / 2, chunks = chunks_of(product.columns / 2);
+        reinterpret_cast<__half*>(product.y)[8 * piece_at(row, k, chunks) + k % 8] =
+            __float2half_rn(silu(y) * up);
+    }
 }
 
 // A stack of up to four row blocks, each of one format. Their outputs lie side by side in y.
@@ -458,26 +461,23 @@ DEVICE void store_totals(const Product& product, const Place& place, const Rows&
 #pragma unroll
     for (int n = 0; n < TOKEN_TILES; n++) {
         int y_row[2];
-        float* to[2];
         float before[2][2 * ROW_TILES], token_scale[2];
         for (int i = 0; i < 2; i++) {
             const bool inside = token + 8 * n + i < product.rows;
             y_row[i] = rows.y(token + 8 * n + i);
-            to[i] = inside ? product.y + int64_t(y_row[i]) * product.columns + column : nullptr;
             token_scale[i] = load_if(inside && product.x_scale,
                                      product.x_scale + rows.x_of(y_row[i]), 1.0f);
+            const float* from = product.y + int64_t(y_row[i]) * product.columns + column;
             for (int r = 0; r < 2 * ROW_TILES; r++)
-                before[i][r] = load_if(inside && real[r] && product.add, to[i] + 8 * r, 0.0f);
+                before[i][r] = load_if(inside && real[r] && product.add, from + 8 * r, 0.0f);
         }
-        for (int i = 0; i < 2; i++) {
-            float y[2 * ROW_TILES];
-            for (int r = 0; r < 2 * ROW_TILES; r++)
-                y[r] = result(total[r / 2][n][r % 2 * 2 + i], token_scale[i] * scale[r], bias[r],
-                              before[i][r]);
-            for (int r = 0; r < 2 * ROW_TILES; r++) {
-                if (!to[i] || !real[r]) continue;
-                if (!product.silu) to[i][8 * r] = y[r];
-                else if (r % 2 == 0) store_silu(product, y_row[i], column + 8 * r, y[r], y[r + 1]);
+        for (int i = 0; i < 2 && token + 8 * n + i < product.rows; i++) {
+            float up = 0.0f;  // of the row above, which may be one of gate
+            for (int r = 2 * ROW_TILES - 1; r >= 0; r--) {
+                const float y = result(total[r / 2][n][r % 2 * 2 + i], token_scale[i] * scale[r],
+                                       bias[r], before[i][r]);
+                if (real[r]) store(product, y_row[i], column + 8 * r, y, up);
+                up = y;
             }
         }
     }
@@ -543,7 +543,7 @@ DEVICE void linear_few(const Product& product, const Place& place, const Rows& r
     for (int index = place.index; index < tiles; index += place.blocks) {
         const int row = index * TILE_ROWS + threadIdx.x % TILE_ROWS, column = place.column + row;
         const bool mine = inside && row < place.rows;
-        float* to = product.y + int64_t(y_row) * product.columns + column;
+        const float* to = product.y + int64_t(y_row) * product.columns + column;
         const float row_scale = load_if(mine, product.weight_scale + column, 0.0f);
         float token_scale, bias, before, total = 0.0f;
         const auto load_rest = [&] {
@@ -600,13 +600,8 @@ DEVICE void linear_few(const Product& product, const Place& place, const Rows& r
         }
         if (BLOCKS > 2) load_rest();
         const float y = result(total, row_scale * token_scale, bias, before);
-        if (product.silu) {
-            const float up = __shfl_down_sync(ALL_LANES, y, TILE_ROWS / 2);
-            if (mine && threadIdx.x % TILE_ROWS < TILE_ROWS / 2)
-                store_silu(product, y_row, column, y, up);
-        } else if (mine) {
-            *to = y;
-        }
+        const float up = __shfl_down_sync(ALL_LANES, y, TILE_ROWS / 2);
+        if (mine) store(product, y_row, column, y, up);
     }
 }
 
@@ -858,27 +853,17 @@ LINEAR_BLOCK(64, 128, 2, 4, 1, 49)
 
 constexpr int FEED = -1;  // the token is the one that `sample` drew last for the row's slot
 
-// h [rows, cols] f32 = row tokens[r] of the packed table; another negative token gives zeros.
-// PRECOND: grid (rows), 128 threads; table is one row block; cols % 4 = 0.
-// One block holds one row. Moves a packed tile's row (whole lines of 16 rows) and 4 cols bytes.
-KERNEL embed(const uint8_t* packed, const float* weight_scale, const int* tokens,
-             const int* slots, const int* last_tokens, float* h, int format, int cols, int chunks) {
-    follow_predecessor();
-    const int fed = last_tokens[max(slots[blockIdx.x], 0)];
-    const int token = tokens[blockIdx.x] == FEED ? fed : tokens[blockIdx.x];
-    h += int64_t(blockIdx.x) * cols;
-    if (token < 0) {
-        for (int k = threadIdx.x; k < cols; k += blockDim.x) h[k] = 0.0f;
-        return;
-    }
-    const float scale = weight_scale[token];
-    const int parts = parts_of(chunks), r = token >> 3 & 1;
+// Calls visit(k, weights k and k + 1) for a row of packed tiles, to be multiplied by weight_scale.
+// The threads of a block share its columns, up to the end of the last chunk.
+template <typename Visit>
+DEVICE void for_weights(const uint8_t* packed, int format, int row, int chunks, Visit visit) {
+    const int parts = parts_of(chunks), r = row >> 3 & 1;
     with_format(format, [&](auto format) {
         constexpr int FORMAT = format;
         using P = Packed<FORMAT>;
-        const uint8_t* tile = packed + (token / TILE_ROWS) * P::tile_bytes(chunks);
+        const uint8_t* tile = packed + (row / TILE_ROWS) * P::tile_bytes(chunks);
         for (int i = threadIdx.x; i < 4 * parts; i += blockDim.x) {
-            const int part = i >> 2, t = i & 3, lane = (token & 7) * 4 + t;
+            const int part = i >> 2, t = i & 3, lane = (row & 7) * 4 + t;
             unsigned words[PART_CHUNKS][P::WORDS], scales[P::SCALE_WORDS];
             load_scales<FORMAT>(tile, chunks, part, lane, scales);
             for (int c = 0; c < PART_CHUNKS; c++)
@@ -895,14 +880,31 @@ KERNEL embed(const uint8_t* packed, const float* weight_scale, const int* tokens
                     dequantise<FORMAT>(words[c], s, half, a);
                     for (int i = 0; i < 4; i++) {
                         const unsigned bits = r ? a[i / 2][i % 2 * 2 + 1] : a[i / 2][i % 2 * 2];
-                        const float2 w = __half22float2(*reinterpret_cast<const __half2*>(&bits));
-                        const int k = first_k(chunk, t) + 8 * half + 2 * i;
-                        if (k < cols)
-                            *reinterpret_cast<float2*>(h + k) = {w.x * scale, w.y * scale};
+                        visit(first_k(chunk, t) + 8 * half + 2 * i,
+                              __half22float2(*reinterpret_cast<const __half2*>(&bits)));
                     }
                 }
             }
         }
+    });
+}
+
+// h [rows, cols] f32 = row tokens[r] of the packed table; another negative token gives zeros.
+// PRECOND: grid (rows), 128 threads; table is one row block; cols % 4 = 0.
+// One block holds one row. Moves a packed tile's row (whole lines of 16 rows) and 4 cols bytes.
+KERNEL embed(const uint8_t* packed, const float* weight_scale, const int* tokens,
+             const int* slots, const int* last_tokens, float* h, int format, int cols, int chunks) {
+    follow_predecessor();
+    const int fed = last_tokens[max(slots[blockIdx.x], 0)];
+    const int token = tokens[blockIdx.x] == FEED ? fed : tokens[blockIdx.x];
+    h += int64_t(blockIdx.x) * cols;
+    if (token < 0) {
+        for (int k = threadIdx.x; k < cols; k += blockDim.x) h[k] = 0.0f;
+        return;
+    }
+    const float scale = weight_scale[token];
+    for_weights(packed, format, token, chunks, [=](int k, float2 w) {
+        if (k < cols) *reinterpret_cast<float2*>(h + k) = {w.x * scale, w.y * scale};
     });
 }
 
@@ -1870,18 +1872,6 @@ struct SourceRow {
     // 8-bit scale of a sub-block of 16 (Q6_K), plus 128.
     __device__ unsigned scale(int k) const { return block(k)[192 + k % 256 / 16] ^ 128; }
 
-    __device__ float weight(int k) const {
-        if constexpr (FLOATS) return value(k);
-        const float n = float(integer(k));
-        if constexpr (SOURCE == Q4_K || SOURCE == Q5_K) {
-            const uint2 sub_block = scale_and_min(k);
-            return d(k) * sub_block.x * n - min(k) * sub_block.y;
-        }
-        if constexpr (SOURCE == Q6_K) return d(k) * (float(scale(k)) - 128.0f) * (n - 32.0f);
-        if constexpr (SOURCE == Q4_1) return d(k) * n + min(k);
-        return d(k) * (n - (SOURCE == Q8_0 ? 128.0f : 8.0f));
-    }
-
     // What must fit in f16 once multiplied by the row's power of two: see row_scale_factor.
     __device__ float largest_of_block(int k) const {
         if constexpr (FLOATS) return fabsf(value(k));
@@ -1895,15 +1885,14 @@ struct SourceRow {
 
 template <int SOURCE>
 DEVICE void repack_tile(const uint8_t* source, uint8_t* packed, float* weight_scale, int rows,
-                        int cols, const float* norm, float* squares) {
+                        int cols) {
     using Row = SourceRow<SOURCE>;
     constexpr int FORMAT = Row::FLOATS ? F16 : SOURCE;
     using P = Packed<FORMAT>;
     __shared__ float factors[TILE_ROWS];
     const int chunks = chunks_of(cols), parts = parts_of(chunks);
     const auto row_at = [=](int r) {
-        int row = blockIdx.x * TILE_ROWS + r;
-        if (norm) row = blockIdx.x * 8 + r % 8 + (r < 8 ? 0 : rows / 2);
+        const int row = blockIdx.x * TILE_ROWS + r;
         return Row{source + int64_t(row) * (cols / Row::VALUES) * Row::BYTES,
                    row < rows ? cols : 0};
     };
@@ -1913,14 +1902,9 @@ DEVICE void repack_tile(const uint8_t* source, uint8_t* packed, float* weight_sc
         float largest = 0.0f;
         for (int k = threadIdx.x % 32 * Row::VALUES; k < row.cols; k += 32 * Row::VALUES)
             largest = fmaxf(largest, row.largest_of_block(k));
-        float sum = 0.0f;
-        for (int k = threadIdx.x % 32; norm && k < row.cols; k += 32)
-            sum += row.weight(k) * norm[k] * row.weight(k) * norm[k];
-        sum = warp_sum(sum);
         const float factor = row_scale_factor(warp_max(largest));
         if (threadIdx.x % 32 == 0) {
             factors[r] = factor;
-            if (norm) squares[blockIdx.x * TILE_ROWS + r] = sum;
             if (row.cols)
                 weight_scale[blockIdx.x * TILE_ROWS + r] =
                     (FORMAT == F16 ? 1.0f : P::K_SCALES ? 0x1p20f : 0x1p24f) / factor;
@@ -2002,20 +1986,29 @@ DEVICE void repack_tile(const uint8_t* source, uint8_t* packed, float* weight_sc
 }
 
 // packed tiles and weight_scale [rows] from `rows` rows of `cols` values as they lie in the file.
-// With `norm` [cols] they are rows of gate, then of up: a tile takes eight of each, and squares
-// [rows] gets the sum of (weight * norm)^2 of each row, in the order of the tiles.
 // PRECOND: grid (ceil(rows / 16)), 256 threads; source 4-byte aligned; packed 128-byte aligned.
 // A block holds one tile of 16 rows. Moves the source (scales and floats twice) and the tile.
 #define REPACK(SOURCE)                                                                           \
     KERNEL __launch_bounds__(256) linear_repack_##SOURCE(                                        \
-        const uint8_t* source, uint8_t* packed, float* weight_scale, int rows, int cols,         \
-        const float* norm, float* squares) {                                                     \
-        repack_tile<SOURCE>(source, packed, weight_scale, rows, cols, norm, squares);            \
+        const uint8_t* source, uint8_t* packed, float* weight_scale, int rows, int cols) {       \
+        repack_tile<SOURCE>(source, packed, weight_scale, rows, cols);                           \
     }
 REPACK(Q4_K) REPACK(Q5_K) REPACK(Q6_K)
 REPACK(Q8_0) REPACK(Q4_0) REPACK(Q4_1)
 REPACK(F16) REPACK(BF16) REPACK(F32)
 #undef REPACK
+
+// squares [rows] = sum of (w * norm)^2 over each row w of packed tiles, without its weight_scale.
+// PRECOND: grid (rows), 128 threads; norm [cols]; cols % 4 = 0. One block holds one row.
+KERNEL linear_silu_squares(const uint8_t* packed, const float* norm, float* squares, int format,
+                           int cols, int chunks) {
+    float sum = 0.0f;
+    for_weights(packed, format, blockIdx.x, chunks, [&](int k, float2 w) {
+        if (k < cols) sum += w.x * norm[k] * w.x * norm[k] + w.y * norm[k + 1] * w.y * norm[k + 1];
+    });
+    sum = block_sum_and_largest(sum, 0.0f).x;
+    if (threadIdx.x == 0) squares[blockIdx.x] = sum;
+}
 
 // ---------------------------------------------------------------------------------------------
 // Attention over f32 KV: no tensor cores, no promise of speed, nothing is split

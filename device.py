@@ -213,15 +213,14 @@ def packing_of(tensor):
 def in_turns(gate_up):
     """A tensor in which eight rows of gate and eight of up alternate, from one or two that hold all
     rows of gate, then all of up. Two formats become one: F32, which is packed as F16."""
-    kind, cols = gate_up[0].type, gate_up[0].shape[-1]
-    experts, rows = gate_up[0].shape[:-2], sum(tensor.shape[-2] for tensor in gate_up)
+    kind, (*experts, _, cols) = gate_up[0].type, gate_up[0].shape
+    rows = sum(tensor.shape[-2] for tensor in gate_up)
     parts = [np.asarray(tensor.data).reshape(*tensor.shape[:-1], -1) for tensor in gate_up]
     if any(tensor.type != kind for tensor in gate_up):
-        parts = [quants.dequantize(part, tensor.type).view(np.uint8)
-                 for part, tensor in zip(parts, gate_up)]
-        kind = GGMLQuantizationType.F32
-    # [experts, eights, gate | up, bytes of eight rows]
-    turns = [part.reshape(math.prod(experts), -1, rows // TILE_ROWS, part.shape[-1] * 8)
+        kind, parts = GGMLQuantizationType.F32, [
+            quants.dequantize(part, t.type).view(np.uint8) for part, t in zip(parts, gate_up)]
+    # [experts, tile, gate | up, bytes of eight rows]
+    turns = [part.reshape(math.prod(experts), -1, rows // TILE_ROWS, 8 * part.shape[-1])
              .swapaxes(1, 2) for part in parts]
     return replace(gate_up[0], type=kind, shape=(*experts, rows, cols),
                    data=np.concatenate(turns, axis=2).reshape(-1))
@@ -826,7 +825,7 @@ class Device:
         rows, cols = routes.pairs.shape[0] if routes else x.rows, w.rows // 2
         # The columns that pad it are never written: scratch starts as zeros.
         y = self.buffer(f"linear_silu_{cols}", (padded(rows, 8), padded(cols, 128)), np.float16)
-        self.multiply(x, w, y, items=routes and self.items_of(x, routes))
+        self.linear_experts(x, w, routes, y) if routes else self.linear(x, w, y)
         return Activations(y, None, rows, cols)
 
     def linear_add(self, x, w, h):
@@ -1056,19 +1055,17 @@ class Device:
                      routes.items.shape[0]))
         return routes
 
-    def linear_experts(self, x, w, routes):
+    def linear_experts(self, x, w, routes, out=None):
         """y f32 [rows * k, w.rows] = for each row and each of its experts, x times that one's rows.
 
         x has a row for each row, or for each of its k experts. Without an expert y is anything.
         """
-        y = self.buffer("linear_experts", (routes.pairs.shape[0], w.rows), np.float32)
-        self.multiply(x, w, y, items=self.items_of(x, routes))
+        n_pairs = routes.pairs.shape[0]
+        y = out or self.buffer("linear_experts", (n_pairs, w.rows), np.float32)
+        self.multiply(x, w, y, items=(
+            routes.tile, routes.items.shape[0], routes.items, routes.pairs, n_pairs // x.rows, 1,
+            x.rows > routes.experts.shape[0]))
         return y
-
-    def items_of(self, x, routes):
-        """See multiply. What follows another product of experts finds the items there."""
-        return (routes.tile, routes.items.shape[0], routes.items, routes.pairs,
-                routes.pairs.shape[0] // x.rows, 1, x.rows > routes.experts.shape[0])
 
     def linear_heads(self, x, w):
         """y f32 [rows, heads * w.rows] = row r * heads + h of x times the rows of head h."""

@@ -19,7 +19,7 @@ import numpy as np
 from gguf import GGMLQuantizationType, quants
 
 from errors import DeviceError
-from kv import GRAPH_SIZES, PAGE, Batch, state_layout
+from kv import GRAPH_SIZES, PAGE, PARTS_LIMIT, ROW_ARRAYS, Batch, state_layout
 from sampling import SLICE
 
 try:
@@ -177,7 +177,6 @@ ATTENTION_THREADS, LATENT_THREADS = 128, 256  # of a block
 WIDEST_HEAD = 128  # for which there are wide tiles
 PROMPT_HEADS = 64, 96, 128, 256  # for which attention_prompt has kernels, with f16
 SEGMENT = 256  # positions under one running softmax
-PARTS_LIMIT = 1 << 28  # bytes of scratch for segments that wait to be merged
 ROW_VALUES = 12  # of a thread of the kernels that hold a row in a block, while there are threads
 SAMPLE_THREADS, SAMPLE_STATE_BYTES, SAMPLE_SLICE_BYTES = 512, 39016, 16  # as in kernels.cu
 DELTA_DIM, MOST_TAPS = 128, 4  # of the gated delta net: values of a head, width of convolution
@@ -380,6 +379,8 @@ class Device:
         self.graphs = {}  # key -> (graph, result), None before its capture
         self.adjustments = None  # sampling.ADJUSTMENT [slots, n_vocab], from the first penalty on
         self.page_table = None  # what the device's copy holds
+        # the last kv.Batch, the same with Buffers, where it lies, and its arrays in one piece
+        self.uploaded = None, None, None, None
         with contextlib.ExitStack() as self.opened:  # what was opened is closed if a call fails
             context = call("cuDevicePrimaryCtxRetain", self.card)
             self.opened.callback(call, "cuDevicePrimaryCtxRelease", self.card)
@@ -392,8 +393,9 @@ class Device:
             # pinned memory for results on their way to the host, taken in turn
             self.landings = itertools.cycle([
                 (self.open("cuEventCreate", 0, undo="cuEventDestroy"),
-                 int(self.open("cuMemAllocHost", LANDING_BYTES, undo="cuMemFreeHost")))
-                for _ in range(4)])
+                 (ctypes.c_byte * LANDING_BYTES).from_address(int(
+                     self.open("cuMemAllocHost", LANDING_BYTES, undo="cuMemFreeHost"))))
+                for _ in range(16)])  # more than a draft has rounds
             self.opened.callback(self.free_all)
             self.opened = self.opened.pop_all()
         self.single_rows = self.longest_span = 0  # of the batch: sequences of one row in front
@@ -635,29 +637,37 @@ class Device:
 
     # ---- steps: upload, run, fetch -----------------------------------------------------------
 
+    state_interval = 4  # decoded tokens between two writes of a recurrent state
     steps_ahead = 1  # steps that may be launched before the tokens of the last are read
     captures = True  # decode batches are padded to a bucket and replayed as a graph
 
     def upload_batch(self, batch):
-        """A kv.Batch whose fields are Buffers, copied into fixed places in stream order."""
-        fields = {name: array for name, array in vars(batch).items() if name != "page_table"}
-        packed = np.concatenate([array.reshape(-1) for array in fields.values()])
+        """A kv.Batch whose fields are Buffers, copied into fixed places in stream order. One that
+        comes again has gone on in place since, see Batch.advance."""
+        if batch is not self.uploaded[0]:
+            self.place_batch(batch)
+        _, on_device, block, packed = self.uploaded
+        self.write(block, packed)
+        return on_device
+
+    def place_batch(self, batch):
         # Worth 7% of a step of 1 row and 3% of 8 (8B on an H200); at 64 rows it costs 10%, since
         # waiting blocks take room, and an eager launch takes Python longer.
         self.launch_early = self.arch >= 90 and len(batch.tokens) <= FEW_ROWS
         lengths = np.append(batch.spans[:, 1], 2)
         self.single_rows, self.longest_span = int(np.argmax(lengths > 1)), int(lengths.max())
-        block = self.buffer("batch", packed.shape, np.int32)
-        self.write(block, packed)
         table = self.buffer("page_table", batch.page_table.shape, np.int32)
         if not np.array_equal(self.page_table, batch.page_table):
-            self.page_table = batch.page_table.copy()
+            self.page_table = batch.page_table
             self.write(table, self.page_table)
-        at = 0
-        for name, array in fields.items():
-            fields[name] = block.view(array.shape, offset=at)
-            at += array.nbytes
-        return Batch(**fields, page_table=table)
+        packed = np.concatenate([getattr(batch, name).ravel() for name in ROW_ARRAYS])
+        block, fields, at = self.buffer("batch", packed.shape, np.int32), {}, 0
+        for name in ROW_ARRAYS:
+            array = getattr(batch, name)
+            setattr(batch, name, packed[at:at + array.size].reshape(array.shape))
+            fields[name] = Buffer(block.ptr + 4 * at, array.shape, block.dtype)
+            at += array.size
+        self.uploaded = batch, Batch(**fields, page_table=table), block, packed
 
     def upload_draws(self, draws):
         """sampling.ROW records [rows], one per row of logits, in a fixed buffer."""
@@ -703,22 +713,21 @@ class Device:
         self.graphs = {}
 
     def fetch(self, buffers):
-        """Start copying `buffers` to the host; the returned function waits and gives arrays."""
-        if sum(padded(buffer.nbytes, 16) for buffer in buffers) > LANDING_BYTES:
+        """Start copying `buffers`, which lie close behind each other, to the host; the returned
+        function waits and gives arrays."""
+        start, end = buffers[0].ptr, buffers[-1].ptr + buffers[-1].nbytes
+        if end - start > LANDING_BYTES:
             downloaded = [self.download(buffer) for buffer in buffers]
             return lambda: downloaded
-        event, address = next(self.landings)
-        arrays = []
-        for buffer in buffers:
-            call("cuMemcpyDtoHAsync", address, buffer.ptr, buffer.nbytes, self.stream)
-            raw = (ctypes.c_byte * buffer.nbytes).from_address(address)
-            arrays.append(np.frombuffer(raw, buffer.dtype).reshape(buffer.shape))
-            address += padded(buffer.nbytes, 16)
+        event, landing = next(self.landings)
+        call("cuMemcpyDtoHAsync", ctypes.addressof(landing), start, end - start, self.stream)
         call("cuEventRecord", event, self.stream)
 
         def wait():
             call("cuEventSynchronize", event)
-            return [array.copy() for array in arrays]
+            return [np.frombuffer(landing, buffer.dtype, math.prod(buffer.shape),
+                                  buffer.ptr - start).reshape(buffer.shape).copy()
+                    for buffer in buffers]
         return wait
 
     def stored_bytes(self, tensor):
@@ -961,9 +970,10 @@ class Device:
         splits = self.attention_splits(cfg, busy, segments, 4 * rows * heads * width)
         idle = self.multiprocessors // (busy * splits)  # see `shares` in attention_tile
         shares = 1 if wide or idle < 2 else 2 if idle < 4 else 4
+        # [rows, heads, segments, .]; as rows here, so that page tables of all widths share them.
         parts = (None, None) if splits == 1 else (
-            self.buffer("attention_values", (rows, heads * width * segments), np.float32),
-            self.buffer("attention_states", (rows, heads * segments, 2), np.float32))
+            self.buffer("attention_values", (rows * segments, heads * width), np.float32),
+            self.buffer("attention_states", (rows * segments, heads, 2), np.float32))
 
         def launch(kind, grid, threads, tiles, span_rows=0, smem=0):
             self.launch(f"attention_{kv.format}_{dim}{kind}", grid, threads,
@@ -1006,9 +1016,11 @@ class Device:
         return c
 
     def delta_rule(self, u, c, cfg, layer, kv, batch):
-        """o f32 [rows, H_v d] = S^T q; the states take pending tokens, and rows if they commit."""
+        """o f32 [rows, H_v d] = S^T q; the states take what enters, see kv.Batch.of."""
         o = self.buffer("delta_rule", (u.shape[0], cfg.delta_v_heads * DELTA_DIM), np.float32)
-        self.launch("delta_rule", (8 * cfg.delta_v_heads, batch.spans.shape[0]), 128,
+        heads = cfg.delta_k_heads
+        self.launch("delta_rule",
+                    (4 * cfg.delta_v_heads // heads, heads, batch.spans.shape[0]), 128,
                     self.delta_net(u, None, c, o, cfg, layer, kv, batch))
         return o
 
@@ -1092,8 +1104,8 @@ class Device:
         """
         rows, n_vocab = logits.shape
         n_slices = -(-n_vocab // SLICE)
-        tokens = self.buffer("sample_tokens", (rows,), np.int32)
-        logprobs = self.buffer("sample_logprobs", (rows,), np.float32)
+        drawn = self.buffer("sample", (2 * rows,), np.int32)  # in one piece, see fetch
+        tokens, logprobs = drawn.view((rows,)), drawn.view((rows,), np.float32, 4 * rows)
         args = (logits, draws, self.adjustments,
                 self.buffer("sample_state", (rows, SAMPLE_STATE_BYTES), np.uint8),
                 self.buffer("sample_slices", (rows, n_slices, SAMPLE_SLICE_BYTES), np.uint8),
@@ -1134,6 +1146,7 @@ class Device:
         state, free = kv.states.of(slot), kv.states.saves
         if not free:
             free.append(int(self.open("cuMemAllocHost", state.nbytes, undo="cuMemFreeHost")))
+            self.allocated["snapshots"] = self.allocated.get("snapshots", 0) + state.nbytes
         address = free.pop()
         raw = (ctypes.c_uint8 * state.nbytes).from_address(address)
         weakref.finalize(raw, free.append, address)

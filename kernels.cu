@@ -244,7 +244,7 @@ DEVICE unsigned rotate_left(unsigned x, int bits) {
             asm volatile(INSTRUCTION ".u32 %0, [%1];" : "=r"(words[0]) : REGISTER(from));        \
     }
 // Weights are read once by one warp: past L1, which is left to the activations.
-LOAD(load_weights, const uint8_t*, "l", "ld.global.nc.L1::no_allocate.L2::128B")
+LOAD(load_weights, const uint8_t*, "l", "ld.global.L1::no_allocate.L2::128B")
 LOAD(load_activations, const uint4*, "l", "ld.global")
 LOAD(load_shared, unsigned, "r", "ld.shared")
 #undef LOAD
@@ -509,7 +509,8 @@ DEVICE void linear_few(const Product& product, const Place& place, const Rows& r
         return P::WHOLE_PARTS ? part < parts : part * PART_CHUNKS + c < chunks;
     };
     const unsigned tile_bytes = P::tile_bytes(chunks);
-    int half_of_sums = 0;
+    const int turn = parts < WARPS ? 0 : WARPS / 2;
+    int half_of_sums = 0, chain = warp;
 
     const uint4* x[TOKEN_TILES];  // past the end: the last token again, its results are dropped
     for (int n = 0; n < TOKEN_TILES; n++)
@@ -540,26 +541,26 @@ DEVICE void linear_few(const Product& product, const Place& place, const Rows& r
     const int token = threadIdx.x / TILE_ROWS;
     const bool inside = token < min(TOKENS, product.rows);
     const int y_row = rows.y(token);
+    const float token_scale =
+        load_if(inside && product.x_scale, product.x_scale + rows.x_of(y_row), 1.0f);
     for (int index = place.index; index < tiles; index += place.blocks) {
         const int row = index * TILE_ROWS + threadIdx.x % TILE_ROWS, column = place.column + row;
         const bool mine = inside && row < place.rows;
         const float* to = product.y + int64_t(y_row) * product.columns + column;
         const float row_scale = load_if(mine, product.weight_scale + column, 0.0f);
-        float token_scale, bias, before, total = 0.0f;
+        float bias, before, total = 0.0f;
         const auto load_rest = [&] {
-            const int x_row = rows.x_of(y_row);
-            token_scale = load_if(mine && product.x_scale, product.x_scale + x_row, 1.0f);
             bias = load_if(mine && product.bias, product.bias + column, 0.0f);
             before = load_if(mine && product.add, to, 0.0f);
         };
         if (BLOCKS == 2) load_rest();  // early, if there are registers to keep it
         float sum[TOKEN_TILES][4] = {};
-        for (int part = warp; part < parts; part += WARPS) {
+        for (int part = chain; part < parts; part += WARPS) {
             // What this warp takes next; parts: nothing.
             const bool same_tile = part + WARPS < parts;
             const uint8_t* next_tile = same_tile ? tile : tile + place.blocks * tile_bytes;
             const int next = same_tile                      ? part + WARPS
-                             : index + place.blocks < tiles ? warp
+                             : index + place.blocks < tiles ? chain ^ turn
                                                             : parts;
             for (int i = 0; i < P::SCALE_WORDS; i++) scales[i] = next_scales[i];
             if (next < parts) load_scales<FORMAT>(next_tile, chunks, next, lane, next_scales);
@@ -583,6 +584,7 @@ DEVICE void linear_few(const Product& product, const Place& place, const Rows& r
                 else load_ahead(next_tile, next, far);
                 load_tokens(c + TOKENS_AHEAD < PART_CHUNKS ? part : next,
                             (c + TOKENS_AHEAD) % PART_CHUNKS);
+                __syncwarp();  // or the compiler moves the loads of all chunks behind the last one
             }
             tile = next_tile;
         }
@@ -590,15 +592,16 @@ DEVICE void linear_few(const Product& product, const Place& place, const Rows& r
         half_of_sums ^= 1;  // one barrier a tile: the next one takes the other half
         for (int n = 0; n < TOKEN_TILES; n++)
             for (int i = 0; i < 4; i++)
-                tile_sums[(warp * TOKENS + 8 * n + 2 * t + (i & 1)) * FEW_STRIDE + g +
+                tile_sums[(chain * TOKENS + 8 * n + 2 * t + (i & 1)) * FEW_STRIDE + g +
                           8 * (i >> 1)] = sum[n][i];
+        chain ^= turn;
+        if (BLOCKS > 2) load_rest();
         __syncthreads();
         if (mine) {
             const float* own = tile_sums + token * FEW_STRIDE + threadIdx.x % TILE_ROWS;
             for (int i = 0; i < WARPS; i++)
                 total = __fadd_rn(total, own[i * TOKENS * FEW_STRIDE]);
         }
-        if (BLOCKS > 2) load_rest();
         const float y = result(total, row_scale * token_scale, bias, before);
         const float up = __shfl_down_sync(ALL_LANES, y, TILE_ROWS / 2);
         if (mine) store(product, y_row, column, y, up);
@@ -2856,7 +2859,7 @@ struct DeltaNet {
     DEVICE float* c_row(int row) const { return c + int64_t(row) * c_values; }
     DEVICE float* state(int slot) const { return states + int64_t(slot) * slot_values; }
     DEVICE float* record(int slot, int position) const {
-        return state(slot) + v_heads * DELTA_DIM * DELTA_DIM + position % ring * record_values;
+        return state(slot) + v_heads * DELTA_DIM * DELTA_DIM + unsigned(position) % unsigned(ring) * record_values;
     }
 };
 
@@ -2907,21 +2910,23 @@ KERNEL delta_conv(const __grid_constant__ DeltaNet work) {
     }
 }
 
-// A lane holds 8 values of k of two columns of S: 4 from 4 part on, of each 64. Sixteen lanes share
-// two columns; part = lane / 2. A block has 16 columns of a head.
-constexpr int DELTA_VALUES = 8, DELTA_COLUMNS = 2, DELTA_WARPS = 4;
-constexpr int DELTA_BLOCK_COLUMNS = 4 * DELTA_WARPS;
+// A lane holds 16 values of k of two columns of S: 4 from 4 part on, of each 32. Eight lanes share
+// two columns; part = lane % 8. A block has 32 columns of a head.
+constexpr int DELTA_VALUES = 16, DELTA_COLUMNS = 2, DELTA_WARPS = 4;
+constexpr int DELTA_BLOCK_COLUMNS = 8 * DELTA_WARPS;
+constexpr int DELTA_HEAD_BLOCKS = DELTA_DIM / DELTA_BLOCK_COLUMNS;
 constexpr int DELTA_AHEAD = 8;  // tokens that wait in shared memory, twice
 
-// What a block needs of a token. From shared memory: 64 rows of decode of the 27B take 111 us a
-// layer on an H200; with loads from global memory, one token ahead, 134.
+// What a block needs of a token; of a pending one k, delta in place of v, and decay. From shared
+// memory: 64 rows of decode of the 27B take 111 us a layer on an H200; with loads from global
+// memory, one token ahead, 134.
 struct DeltaToken {
     float k[DELTA_DIM], q[DELTA_DIM], v[DELTA_BLOCK_COLUMNS], beta, decay, padding[2];
 };
 
 DEVICE void load_part(float (&x)[DELTA_VALUES], const float* from) {
     for (int i = 0; i < DELTA_VALUES; i += 4)
-        *reinterpret_cast<float4*>(x + i) = load4(from + 16 * i);
+        *reinterpret_cast<float4*>(x + i) = load4(from + 8 * i);
 }
 DEVICE float part_product(const float (&a)[DELTA_VALUES], const float (&b)[DELTA_VALUES]) {
     float even = 0.0f, odd = 0.0f;  // two chains: a product waits for the one before it
@@ -2930,64 +2935,75 @@ DEVICE float part_product(const float (&a)[DELTA_VALUES], const float (&b)[DELTA
     return __fadd_rn(even, odd);
 }
 // The sums over the parts of four values. A lane gives half of them away, twice: it ends with
-// a[column] if bit 1 of it is clear, else with b[column], where `column` is its bit 2.
+// a[column] if bit 0 of it is clear, else with b[column], where `column` is its bit 1.
 DEVICE float sum_of_parts(const float (&a)[2], const float (&b)[2]) {
-    const bool keeps_b = threadIdx.x & 2, second = threadIdx.x & 4;
+    const bool keeps_b = threadIdx.x & 1, second = threadIdx.x & 2;
     float x[2];
     for (int j = 0; j < 2; j++)
         x[j] = __fadd_rn(keeps_b ? b[j] : a[j],
-                         __shfl_xor_sync(ALL_LANES, keeps_b ? a[j] : b[j], 2));
-    float sum = __fadd_rn(second ? x[1] : x[0],
-                          __shfl_xor_sync(ALL_LANES, second ? x[0] : x[1], 4));
-    for (int o = 8; o < 32; o *= 2) sum = __fadd_rn(sum, __shfl_xor_sync(ALL_LANES, sum, o));
-    return sum;
+                         __shfl_xor_sync(ALL_LANES, keeps_b ? a[j] : b[j], 1));
+    const float sum = __fadd_rn(second ? x[1] : x[0],
+                                __shfl_xor_sync(ALL_LANES, second ? x[0] : x[1], 2));
+    return __fadd_rn(sum, __shfl_xor_sync(ALL_LANES, sum, 4));
+}
+DEVICE void enter_state(float (&s)[DELTA_VALUES], const float (&k)[DELTA_VALUES], float delta,
+                        float decay) {
+    for (int i = 0; i < DELTA_VALUES; i++) s[i] = fmaf(k[i], delta, __fmul_rn(decay, s[i]));
 }
 
 // Per span and v head: S takes the pending tokens from their records, then the rows, each of which
-// gets o = S^T q. A span that commits stores this S; any other stores the S before its rows, which
-// become records. Of rows that commit only the u stays that the next convolution looks back at.
-// PRECOND: grid (8 H_v, spans), 128 threads; spans int32 (first row, rows, slot, position, pending,
-// commits); pending + rows that do not commit <= ring.
-// One warp holds 4 columns of S in registers; it reads them once and stores them at most once. The
-// last span comes first: prompts stand there, and take longest.
+// gets o = S^T q. Stored is S behind the first `entering` of all these tokens: none, those that are
+// pending, or all. Rows that do not enter become records, with the delta that S took in place of v:
+// to take it again needs no sums. Of rows that enter only the u stays that the next convolution
+// looks back at.
+// PRECOND: grid (4 H_v / H_k, H_k, spans), 128 threads; spans int32 (first row, rows, slot, position, pending,
+// entering); pending + rows that do not enter <= ring.
+// One warp holds 8 columns of S in registers; it reads them once and stores them at most once. The
+// last span comes first: prompts stand there, and take longest. State and records are those of
+// earlier steps: they are on their way before the wait.
 KERNEL __launch_bounds__(32 * DELTA_WARPS) delta_rule(const __grid_constant__ DeltaNet work) {
-    follow_predecessor();
+    let_successor_start();
     __shared__ __align__(16) DeltaToken ring[2][DELTA_AHEAD];
-    const int* span = work.spans + 6 * (gridDim.y - 1 - blockIdx.y);
+    const int* span = work.spans + 6 * (gridDim.z - 1 - blockIdx.z);
     const int first = span[0], rows = span[1], slot = span[2], position = span[3],
-              pending = span[4], commits = span[5];
-    const int lane = threadIdx.x & 31, warp = threadIdx.x / 32, part = lane / 2;
-    const int column = 4 * warp + lane % 2 * DELTA_COLUMNS;  // the lane's first in the block
-    const int block_v = blockIdx.x * DELTA_BLOCK_COLUMNS, head = block_v / DELTA_DIM;
-    const int k_head = work.grouped ? head / (work.v_heads / work.k_heads) : head % work.k_heads;
+              pending = span[4], entering = span[5];
+    const bool rows_enter = entering > pending;
+    const int lane = threadIdx.x & 31, warp = threadIdx.x / 32, part = lane % 8;
+    const int column = 8 * warp + lane / 8 * DELTA_COLUMNS;  // the lane's first in the block
+    const int k_head = blockIdx.y, group = gridDim.x / DELTA_HEAD_BLOCKS,
+              of_group = blockIdx.x / DELTA_HEAD_BLOCKS,
+              head = work.grouped ? k_head * group + of_group : of_group * work.k_heads + k_head;
     const int n_k = work.k_heads * DELTA_DIM, n_v = work.v_heads * DELTA_DIM;
+    const int block_v = head * DELTA_DIM + blockIdx.x % DELTA_HEAD_BLOCKS * DELTA_BLOCK_COLUMNS;
     float* o = work.o + int64_t(first) * n_v + block_v + column;
-    for (int row = 0; slot < 0 && part == 0 && row < rows; row++)
-        *reinterpret_cast<float2*>(o + int64_t(row) * n_v) = float2{};
-    if (slot < 0) return;
-    // Copies the tokens from `t` rows behind the first one on. From k on, a record is like a row of
-    // c; what it has in place of q is not used.
+    if (slot < 0) {
+        wait_for_predecessor();
+        for (int row = 0; part == 0 && row < rows; row++)
+            *reinterpret_cast<float2*>(o + int64_t(row) * n_v) = float2{};
+        return;
+    }
+    // Copies the tokens from `t` rows behind the first one on, up to `end`. From k on, a record is
+    // like a row of c.
     const float* c = work.c_row(first);
-    auto fetch = [&](int t, DeltaToken* tokens) {
-        for (int i = warp; i < min(DELTA_AHEAD, rows - t); i += DELTA_WARPS) {
-            const float* q = t + i < 0 ? work.record(slot, position + t + i) + work.channels() - n_k
-                                       : c + int64_t(t + i) * work.c_values;
-            const float *k = q + n_k, *v = k + n_k, *gates = v + n_v + head;
-            const auto copy = [](auto bytes, const float* to, const float* from) {
-                copy_async<bytes>(unsigned(__cvta_generic_to_shared(to)), from);
-            };
-            DeltaToken& token = tokens[i];
-            const int at = 4 * lane, gate = lane % 2;
-            copy(Is<16>(), token.k + at, k + k_head * DELTA_DIM + at);
-            copy(Is<16>(), token.q + at, q + k_head * DELTA_DIM + at);
-            if (at < DELTA_BLOCK_COLUMNS) copy(Is<16>(), token.v + at, v + block_v + at);
-            else if (at < DELTA_BLOCK_COLUMNS + 8)  // beta and decay, by two lanes
-                copy(Is<4>(), &token.beta + gate, gates + gate * work.v_heads);
+    auto fetch = [&](int t, int end, DeltaToken* token) {
+        const auto copy = [](auto bytes, const float* to, const float* from) {
+            copy_async<bytes>(unsigned(__cvta_generic_to_shared(to)), from);
+        };
+#pragma unroll 1
+        for (t += warp, token += warp; t < end; t += DELTA_WARPS, token += DELTA_WARPS) {
+            const float* k = t < 0 ? work.record(slot, position + t) + work.channels()
+                                   : c + int64_t(t) * work.c_values + n_k;
+            const int at = 4 * lane, of_k_head = k_head * DELTA_DIM + at;
+            copy(Is<16>(), token->k + at, k + of_k_head);
+            if (t >= 0) copy(Is<16>(), token->q + at, k - n_k + of_k_head);
+            copy(Is<4>(), token->v + lane, k + n_k + block_v + lane);
+            if (lane < 2)
+                copy(Is<4>(), &token->beta + lane, k + n_k + n_v + head + lane * work.v_heads);
         }
         asm volatile("cp.async.commit_group;");
     };
-    fetch(-pending, ring[0]);
-
+    int t = -pending, end = min(t + DELTA_AHEAD, 0);
+    fetch(t, end, ring[0]);
     float* state = work.state(slot) + (block_v + column) * DELTA_DIM + 4 * part;
     float s[DELTA_COLUMNS][DELTA_VALUES] = {};
     for (int j = 0; position > pending && j < DELTA_COLUMNS; j++)
@@ -2995,51 +3011,61 @@ KERNEL __launch_bounds__(32 * DELTA_WARPS) delta_rule(const __grid_constant__ De
     auto store_state = [&] {
         for (int j = 0; j < DELTA_COLUMNS; j++)
             for (int i = 0; i < DELTA_VALUES; i += 4)
-                *reinterpret_cast<float4*>(state + j * DELTA_DIM + 16 * i) = load4(s[j] + i);
+                *reinterpret_cast<float4*>(state + j * DELTA_DIM + 8 * i) = load4(s[j] + i);
     };
+    wait_for_predecessor();
     // `out` is this lane's part of o, added up with the products of the next token: a sum over
     // lanes is a long wait.
     float out[DELTA_COLUMNS] = {};
     auto store_o = [&](int row, float sum) {
-        if ((lane & ~5) == 2) o[int64_t(row) * n_v + lane / 4] = sum;
+        if ((lane & 5) == 1) o[int64_t(row) * n_v + (lane >> 1 & 1)] = sum;
     };
-    for (int t = -pending, turn = 0; t < rows; turn ^= 1) {
-        asm volatile("cp.async.wait_group 0;");
+    for (int turn = 0; t < rows; turn ^= 1) {
+        const int next = min(end + DELTA_AHEAD, end < 0 ? 0 : rows);
+        fetch(end, next, ring[turn ^ 1]);
+        asm volatile("cp.async.wait_group 1;");
         __syncthreads();
         const DeltaToken* token = ring[turn];
-        const int end = min(t + DELTA_AHEAD, rows);
-        fetch(t + DELTA_AHEAD, ring[turn ^ 1]);
+        for (; t < end && t < 0; t++, token++) {
+            float k[DELTA_VALUES];
+            load_part(k, token->k + 4 * part);
+            const float2 delta = *reinterpret_cast<const float2*>(token->v + column);
+            enter_state(s[0], k, delta.x, token->decay);
+            enter_state(s[1], k, delta.y, token->decay);
+            if (t == -1 && entering == pending) store_state();
+        }
         for (; t < end; t++, token++) {
-            float k[DELTA_VALUES], q[DELTA_VALUES], known[DELTA_COLUMNS];
+            float k[DELTA_VALUES], q[DELTA_VALUES], delta[DELTA_COLUMNS];
             load_part(k, token->k + 4 * part);
             load_part(q, token->q + 4 * part);
             const float2 v = *reinterpret_cast<const float2*>(token->v + column);
-            const float beta = token->beta, decay = token->decay;
-            for (int j = 0; j < DELTA_COLUMNS; j++) known[j] = part_product(s[j], k);  // S^T k
+            const float known[] = {part_product(s[0], k), part_product(s[1], k)};  // S^T k
             const float sum = sum_of_parts(known, out);
             if (t > 0) store_o(t - 1, sum);
             for (int j = 0; j < DELTA_COLUMNS; j++) {
-                const float all = __shfl_sync(ALL_LANES, sum, lane % 2 + 4 * j);
-                const float delta = __fmul_rn(beta, fmaf(-decay, all, j ? v.y : v.x));
-                for (int i = 0; i < DELTA_VALUES; i++)
-                    s[j][i] = fmaf(k[i], delta, __fmul_rn(decay, s[j][i]));
+                const float all = __shfl_sync(ALL_LANES, sum, (lane & ~7) + 2 * j);
+                delta[j] = __fmul_rn(token->beta, fmaf(-token->decay, all, j ? v.y : v.x));
+                enter_state(s[j], k, delta[j], token->decay);
                 out[j] = part_product(s[j], q);
             }
-            if (t == -1 && !commits) store_state();
+            if (!rows_enter && part == 0)
+                *reinterpret_cast<float2*>(work.record(slot, position + t) + work.channels() + n_k +
+                                           block_v + column) = make_float2(delta[0], delta[1]);
         }
+        __syncthreads();
+        end = next;
     }
     store_o(rows - 1, sum_of_parts(out, out));
-    if (commits) store_state();
+    if (rows_enter) store_state();
 
-    const int kept = commits ? min(rows, work.width - 1) : rows;
-    const int channels = work.channels(), values = commits ? channels : work.record_values;
-    for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < kept * values;
-         i += gridDim.x * blockDim.x) {
-        const int row = rows - kept + i / values, at = i % values;
-        work.record(slot, position + row)[at] =
-            at < channels ? work.u_row(first + row)[at]
-                          : c[row * work.c_values + at - channels + n_k];
-    }
+    const int channels = work.channels(), values = rows_enter ? channels : work.record_values;
+    for (int row = rows_enter ? max(0, rows - work.width + 1) : 0; row < rows; row++)
+        for (int at = 4 * ((blockIdx.y * gridDim.x + blockIdx.x) * blockDim.x + threadIdx.x);
+             at < values; at += 4 * gridDim.x * gridDim.y * blockDim.x)
+            if (at < channels + n_k || at >= channels + n_k + n_v)
+                *reinterpret_cast<float4*>(work.record(slot, position + row) + at) =
+                    load4(at < channels ? work.u_row(first + row) + at
+                                        : c + int64_t(row) * work.c_values + at - channels + n_k);
 }
 
 // x[r] = rmsnorm of each head of o, times norm and silu(z): o f32 [rows, cols], z in rows of u that

@@ -14,7 +14,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
 from gguf_file import MAX_POSITION, REQUIRED, Tensor, can_dequantise
-from kv import state_layout
+from kv import PARTS_LIMIT, state_layout
 
 # ---- Config: the numbers of a model --------------------------------------------------------------
 
@@ -165,6 +165,15 @@ class Config:
         """Bytes of one sequence's state in all layers, with room for `pending` pending tokens."""
         matrix, ring, record = state_layout(self, pending)
         return 4 * self.n_state_layers * (matrix + ring * record)
+
+    def scratch_bytes(self, rows, logits):
+        """About what the ops of steps of up to `rows` rows take, of which `logits` have logits:
+        float32 results of each width, parts of attention over a whole context (a page table may
+        have twice its segments of 256), and logits, each row with the 39 KB that sampling keeps."""
+        ff = max(self.n_ff, 2 * self.n_ff_shared, self.n_experts_used * self.n_ff_experts)
+        row = 6 * self.n_embd + 4 * ff + 4 * self.n_heads * self.head_dim + 3 * self.delta_channels
+        parts = 4 * rows * self.n_heads * self.value_dim * -(-self.n_ctx // 128)
+        return 4 * (rows * row + logits * (self.n_vocab + 10_000)) + min(parts, PARTS_LIMIT)
 
 
 def read_heads(gguf, key, latent, n_embd):

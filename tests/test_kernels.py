@@ -563,6 +563,11 @@ def test_linear_blocks(device, kind, monkeypatch):
     w = device.matrix([random_tensor(rng, kind, rows, cols) for rows in (280, 24)])
     x, _ = random_activations(device, rng, 70, cols)
     few = device.download(device.linear(some_rows(device, x, 8), w))
+    with monkeypatch.context() as small:
+        small.setattr(device, "multiprocessors", 3)  # a block takes several tiles
+        for rows in (8, 16):
+            got = device.download(device.linear(some_rows(device, x, rows), w))
+            assert np.array_equal(got[:8].view(np.uint32), few.view(np.uint32)), rows
     want = None
     for name in device_module.MORE_KERNELS:
         monkeypatch.setattr(device, "linear_kernel", lambda rows, blocks: name)

@@ -395,17 +395,12 @@ DEVICE float result(float sum, float scale, float bias, float before) {
     return __fadd_rn(before, __fadd_rn(__fmul_rn(sum, scale), bias));
 }
 
-// Stores one element of y; or, for one of gate, silu(gate) * up in the f16 pieces that a product
-// reads: a tile holds eight rows of gate, then the same ones of up. The scale of `up` has a power
-// of two that keeps what is stored below 2^15, see Device.gated.
-DEVICE void store(const Product& product, int row, int column, float y, float up) {
-    if (!product.silu) {
-        product.y[int64_t(row) * product.columns + column] = y;
-    } else if (column % TILE_ROWS < TILE_ROWS / 2) {
-        const int k = (column + column % TILE_ROWS) / 2, chunks = chunks_of(product.columns / 2);
-        reinterpret_cast<__half*>(product.y)[8 * piece_at(row, k, chunks) + k % 8] =
-            __float2half_rn(silu(y) * up);
-    }
+// Where a product with `silu` stores silu(gate) * up of index k: in pieces, as a product reads it.
+// A tile of its weights holds eight rows of gate, then the same ones of up, whose scale has a power
+// of two that keeps what is stored below 2^15: see Device.gated.
+DEVICE __half* silu_at(const Product& product, int row, int k) {
+    return reinterpret_cast<__half*>(product.y) +
+           8 * piece_at(row, k, chunks_of(product.columns / 2)) + k % 8;
 }
 
 // A stack of up to four row blocks, each of one format. Their outputs lie side by side in y.
@@ -446,11 +441,12 @@ struct OwnRows {
 };
 
 // Stores what a lane has of tiles of 16 weight rows x 8 tokens, as the tensor core leaves it: sums
-// of `row` and row + 8 of each tile, for `token` and token + 1 of each.
+// of `row` and row + 8 of each tile, for `token` and token + 1 of each. Few warps run this, once:
+// two paths without branches are faster than one with both.
 template <int ROW_TILES, int TOKEN_TILES, typename Rows>
 DEVICE void store_totals(const Product& product, const Place& place, const Rows& rows, int row,
                          int token, const float (&total)[ROW_TILES][TOKEN_TILES][4]) {
-    const int column = place.column + row;
+    const int column = place.column + row, odd = row % 2;
     float scale[2 * ROW_TILES], bias[2 * ROW_TILES];  // of the rows row + 8 r
     bool real[2 * ROW_TILES];
     for (int r = 0; r < 2 * ROW_TILES; r++) {
@@ -458,28 +454,47 @@ DEVICE void store_totals(const Product& product, const Place& place, const Rows&
         scale[r] = load_if(real[r], product.weight_scale + column + 8 * r, 0.0f);
         bias[r] = load_if(real[r] && product.bias, product.bias + column + 8 * r, 0.0f);
     }
+    const auto scale_of = [&](int token) {
+        return load_if(token < product.rows && product.x_scale,
+                       product.x_scale + rows.x_of(rows.y(token)), 1.0f);
+    };
+    if (product.silu) {
 #pragma unroll
-    for (int n = 0; n < TOKEN_TILES; n++) {
-        int y_row[2];
-        float before[2][2 * ROW_TILES], token_scale[2];
-        for (int i = 0; i < 2; i++) {
-            const bool inside = token + 8 * n + i < product.rows;
-            y_row[i] = rows.y(token + 8 * n + i);
-            token_scale[i] = load_if(inside && product.x_scale,
-                                     product.x_scale + rows.x_of(y_row[i]), 1.0f);
-            const float* from = product.y + int64_t(y_row[i]) * product.columns + column;
-            for (int r = 0; r < 2 * ROW_TILES; r++)
-                before[i][r] = load_if(inside && real[r] && product.add, from + 8 * r, 0.0f);
-        }
-        for (int i = 0; i < 2 && token + 8 * n + i < product.rows; i++) {
-            float up = 0.0f;  // of the row above, which may be one of gate
-            for (int r = 2 * ROW_TILES - 1; r >= 0; r--) {
-                const float y = result(total[r / 2][n][r % 2 * 2 + i], token_scale[i] * scale[r],
-                                       bias[r], before[i][r]);
-                if (real[r]) store(product, y_row[i], column + 8 * r, y, up);
-                up = y;
+        for (int n = 0; n < TOKEN_TILES; n++, token += 8) {
+            const float token_scale[] = {scale_of(token), scale_of(token + 1)};
+            for (int m = 0; m < ROW_TILES; m++) {
+                float x[2];
+                for (int i = 0; i < 2; i++)
+                    x[i] = silu(total[m][n][i] * (token_scale[i] * scale[2 * m])) *
+                           (total[m][n][2 + i] * (token_scale[i] * scale[2 * m + 1]));
+                // The lanes of an even row and the next one trade: each stores both for a token.
+                const unsigned own = half2_bits(x[0], x[1]);
+                const unsigned other = __shfl_xor_sync(ALL_LANES, own, 4);
+                const int k = (row + row % TILE_ROWS) / 2 - odd + 8 * m;
+                if (token + odd < product.rows && real[2 * m])
+                    *reinterpret_cast<unsigned*>(silu_at(product, rows.y(token + odd), k)) =
+                        __byte_perm(own, other, odd ? 0x3276 : 0x5410);
             }
         }
+        return;
+    }
+#pragma unroll
+    for (int n = 0; n < TOKEN_TILES; n++, token += 8) {
+        float* to[2];
+        float before[2][2 * ROW_TILES], token_scale[2];
+        for (int i = 0; i < 2; i++) {
+            const bool inside = token + i < product.rows;
+            to[i] = inside ? product.y + int64_t(rows.y(token + i)) * product.columns + column
+                           : nullptr;
+            token_scale[i] = scale_of(token + i);
+            for (int r = 0; r < 2 * ROW_TILES; r++)
+                before[i][r] = load_if(inside && real[r] && product.add, to[i] + 8 * r, 0.0f);
+        }
+        for (int i = 0; i < 2; i++)
+            for (int r = 0; r < 2 * ROW_TILES; r++)
+                if (to[i] && real[r])
+                    to[i][8 * r] = result(total[r / 2][n][r % 2 * 2 + i], token_scale[i] * scale[r],
+                                          bias[r], before[i][r]);
     }
 }
 
@@ -546,7 +561,7 @@ DEVICE void linear_few(const Product& product, const Place& place, const Rows& r
     for (int index = place.index; index < tiles; index += place.blocks) {
         const int row = index * TILE_ROWS + threadIdx.x % TILE_ROWS, column = place.column + row;
         const bool mine = inside && row < place.rows;
-        const float* to = product.y + int64_t(y_row) * product.columns + column;
+        float* to = product.y + int64_t(y_row) * product.columns + column;
         const float row_scale = load_if(mine, product.weight_scale + column, 0.0f);
         float bias, before, total = 0.0f;
         const auto load_rest = [&] {
@@ -604,7 +619,9 @@ DEVICE void linear_few(const Product& product, const Place& place, const Rows& r
         }
         const float y = result(total, row_scale * token_scale, bias, before);
         const float up = __shfl_down_sync(ALL_LANES, y, TILE_ROWS / 2);
-        if (mine) store(product, y_row, column, y, up);
+        if (mine && !product.silu) *to = y;
+        if (mine && product.silu && threadIdx.x % TILE_ROWS < TILE_ROWS / 2)
+            *silu_at(product, y_row, row - index * TILE_ROWS / 2) = __float2half_rn(silu(y) * up);
     }
 }
 

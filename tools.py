@@ -474,7 +474,7 @@ def profile_ops(engine, rng):
 
 def weight_bytes(name, args):
     """Bytes of the matrix that an op reads, 0 of those that read none or only a part of it."""
-    if name not in ("linear", "linear_add"):
+    if (name, len(args)) not in (("linear", 2), ("linear_add", 3), ("linear_silu", 2)):
         return 0
     parts = ([block.packed for block in args[1].blocks] if isinstance(args[1], device.Matrix) else
              [panel.values for panel in args[1].panels if panel.values is not None])

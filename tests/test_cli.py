@@ -224,8 +224,9 @@ def test_bench_in_a_small_context(tmp_path):
                 "--json", "--evidence", tmp_path / "bench")
     out = json.loads(run.stdout)
     assert out["decode"][0]["rows"] == 1 and set(out["ops"]) == {"1", "320"}
-    linear = next(op for op in out["ops"]["1"] if op["op"] == "linear")
-    assert linear["weight_bytes"] == 4 * (2 * (512 + 1024) + 512) * 256 and linear["gb_per_s"] > 0
+    for name, rows in ("linear", 2 * 512 + 512), ("linear_silu", 2 * 1024):
+        linear = next(op for op in out["ops"]["1"] if op["op"] == name)
+        assert linear["weight_bytes"] == 4 * rows * 256 and linear["gb_per_s"] > 0
     assert all(op["weight_bytes"] is None for op in out["ops"]["1"] if "linear" not in op["op"])
     evidence, = (tmp_path / "bench").iterdir()
     text = evidence.read_text()

@@ -572,16 +572,17 @@ DEVICE void linear_few(const Product& product, const Place& place, const Rows& r
         float* tile_sums = sums[half_of_sums];
         half_of_sums ^= 1;  // one barrier a tile: the next one takes the other half
 #pragma unroll 1
-        for (int chain = first; chain < CHAINS; chain += WARPS) {
+        for (int i = 0; i < CHAINS / WARPS; i++) {
+            const int chain = first + WARPS * i;
             float sum[TOKEN_TILES][4] = {};
             for (int part = chain; part < parts; part += CHAINS) {
                 // What this warp takes next; parts: nothing.
                 int next = part + CHAINS;
-                if (next >= parts) next = chain + WARPS < CHAINS ? chain + WARPS : parts;
+                if (next >= parts) next = i + 1 < CHAINS / WARPS ? chain + WARPS : parts;
                 const bool same_tile = next < parts;
                 const uint8_t* next_tile = same_tile ? tile : tile + place.blocks * tile_bytes;
                 if (!same_tile) next = index + place.blocks < tiles ? first ^ turn : parts;
-                for (int i = 0; i < P::SCALE_WORDS; i++) scales[i] = next_scales[i];
+                for (int j = 0; j < P::SCALE_WORDS; j++) scales[j] = next_scales[j];
                 if (next < parts) load_scales<FORMAT>(next_tile, chunks, next, lane, next_scales);
                 ChunkScales s = {};
 #pragma unroll
@@ -608,9 +609,9 @@ DEVICE void linear_few(const Product& product, const Place& place, const Rows& r
                 tile = next_tile;
             }
             for (int n = 0; n < TOKEN_TILES; n++)
-                for (int i = 0; i < 4; i++)
-                    tile_sums[(chain * TOKENS + 8 * n + 2 * t + (i & 1)) * FEW_STRIDE + g +
-                              8 * (i >> 1)] = sum[n][i];
+                for (int j = 0; j < 4; j++)
+                    tile_sums[(chain * TOKENS + 8 * n + 2 * t + (j & 1)) * FEW_STRIDE + g +
+                              8 * (j >> 1)] = sum[n][j];
         }
         first ^= turn;
         if (BLOCKS > 2) load_rest();

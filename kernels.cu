@@ -2818,7 +2818,8 @@ struct DeltaNet {
     DEVICE float* c_row(int row) const { return c + int64_t(row) * c_values; }
     DEVICE float* state(int slot) const { return states + int64_t(slot) * slot_values; }
     DEVICE float* record(int slot, int position) const {
-        return state(slot) + v_heads * DELTA_DIM * DELTA_DIM + unsigned(position) % unsigned(ring) * record_values;
+        return state(slot) + v_heads * DELTA_DIM * DELTA_DIM +
+               unsigned(position) % unsigned(ring) * record_values;
     }
 };
 
@@ -2846,20 +2847,17 @@ KERNEL delta_conv(const __grid_constant__ DeltaNet work) {
     wait_for_predecessor();
     for (int row = start; row < min(work.rows, start + share); row++) {
         const int slot = work.slots[row], position = work.positions[row];
-        float u[MOST_TAPS][DELTA_DIM / 32];
-        for (int back = 0; back < MOST_TAPS; back++) {
+        const float* gates = work.u_row(row) + work.u_values - 2 * work.v_heads + gate;
+        const float beta = gates[0], alpha = gates[work.v_heads] + dt;
+        float x[DELTA_DIM / 32] = {}, squares = 0.0f;
+        for (int back = MOST_TAPS - 1; back >= 0; back--) {
             const bool here = row >= back && work.slots[max(row - back, 0)] == slot;  // in u
             const bool real = back == 0 || (back < width && slot >= 0 && position >= back);
             const float* from = back == 0 || here ? work.u_row(row - back)
                                                   : work.record(slot, position - back);
-            for (int i = 0; i < DELTA_DIM / 32; i++) u[back][i] = real ? from[at + 32 * i] : 0.0f;
-        }
-        const float* gates = work.u_row(row) + work.u_values - 2 * work.v_heads + gate;
-        const float beta = gates[0], alpha = gates[work.v_heads] + dt;
-        float x[DELTA_DIM / 32] = {}, squares = 0.0f;
-        for (int back = MOST_TAPS - 1; back >= 0; back--)
             for (int i = 0; i < DELTA_DIM / 32; i++)
-                x[i] = fmaf(u[back][i], weights[back][i], x[i]);
+                x[i] = fmaf(real ? from[at + 32 * i] : 0.0f, weights[back][i], x[i]);
+        }
         for (float& value : x) value = silu(value), squares = fmaf(value, value, squares);
         const float length = sqrtf(warp_sum(squares) + work.eps);
         const float factor = v_head >= 0            ? 1.0f

@@ -1017,9 +1017,9 @@ class Device:
     def delta_rule(self, u, c, cfg, layer, kv, batch):
         """o f32 [rows, H_v d] = S^T q; the states take what enters, see kv.Batch.of."""
         o = self.buffer("delta_rule", (u.shape[0], cfg.delta_v_heads * DELTA_DIM), np.float32)
-        heads = cfg.delta_k_heads
-        self.launch("delta_rule",
-                    (4 * cfg.delta_v_heads // heads, heads, batch.spans.shape[0]), 128,
+        grid = 4 * cfg.delta_v_heads // cfg.delta_k_heads, cfg.delta_k_heads, batch.spans.shape[0]
+        kind = "prompt" if self.longest_span > 16 else "decode"
+        self.launch(f"delta_rule_{kind}", grid, 128,
                     self.delta_net(u, None, c, o, cfg, layer, kv, batch))
         return o
 

@@ -2879,7 +2879,8 @@ struct DeltaNet {
     DEVICE float* c_row(int row) const { return c + int64_t(row) * c_values; }
     DEVICE float* state(int slot) const { return states + int64_t(slot) * slot_values; }
     DEVICE float* record(int slot, int position) const {
-        return state(slot) + v_heads * DELTA_DIM * DELTA_DIM + unsigned(position) % unsigned(ring) * record_values;
+        return state(slot) + v_heads * DELTA_DIM * DELTA_DIM +
+               unsigned(position) % unsigned(ring) * record_values;
     }
 };
 
@@ -2898,21 +2899,26 @@ KERNEL delta_conv(const __grid_constant__ DeltaNet work) {
         for (int i = 0; i < DELTA_DIM / 32; i++)
             weights[back][i] =
                 back < width ? work.conv[(at + 32 * i + 1) * width - 1 - back] : 0.0f;
+    const int gate = max(v_head, 0);  // q and k have none
+    const float dt = work.dt[gate], decay = work.decay[gate];
+    const int share = (work.rows + gridDim.x - 1) / gridDim.x, start = blockIdx.x * share;
+    if (share == 1 && lane < 4 * (width - 1) && work.slots[start] >= 0)  // of earlier steps
+        prefetch(work.record(work.slots[start], max(work.positions[start] - 1 - lane / 4, 0)) +
+                 head * DELTA_DIM + lane % 4 * 32);
     wait_for_predecessor();
-    const int share = (work.rows + gridDim.x - 1) / gridDim.x;
-    for (int row = blockIdx.x * share; row < min(work.rows, (blockIdx.x + 1) * share); row++) {
+    for (int row = start; row < min(work.rows, start + share); row++) {
         const int slot = work.slots[row], position = work.positions[row];
-        float u[MOST_TAPS][DELTA_DIM / 32], x[DELTA_DIM / 32] = {}, squares = 0.0f;
-        for (int back = 0; back < MOST_TAPS; back++) {
+        const float* gates = work.u_row(row) + work.u_values - 2 * work.v_heads + gate;
+        const float beta = gates[0], alpha = gates[work.v_heads] + dt;
+        float x[DELTA_DIM / 32] = {}, squares = 0.0f;
+        for (int back = MOST_TAPS - 1; back >= 0; back--) {
             const bool here = row >= back && work.slots[max(row - back, 0)] == slot;  // in u
             const bool real = back == 0 || (back < width && slot >= 0 && position >= back);
             const float* from = back == 0 || here ? work.u_row(row - back)
                                                   : work.record(slot, position - back);
-            for (int i = 0; i < DELTA_DIM / 32; i++) u[back][i] = real ? from[at + 32 * i] : 0.0f;
-        }
-        for (int back = MOST_TAPS - 1; back >= 0; back--)
             for (int i = 0; i < DELTA_DIM / 32; i++)
-                x[i] = fmaf(u[back][i], weights[back][i], x[i]);
+                x[i] = fmaf(real ? from[at + 32 * i] : 0.0f, weights[back][i], x[i]);
+        }
         for (float& value : x) value = silu(value), squares = fmaf(value, value, squares);
         const float length = sqrtf(warp_sum(squares) + work.eps);
         const float factor = v_head >= 0            ? 1.0f
@@ -2921,20 +2927,17 @@ KERNEL delta_conv(const __grid_constant__ DeltaNet work) {
         float* c = work.c_row(row);
         for (int i = 0; i < DELTA_DIM / 32; i++) c[at + 32 * i] = x[i] * factor;
         if (v_head < 0 || lane > 0) continue;
-        const float* gates = work.u_row(row) + work.u_values - 2 * work.v_heads + v_head;
-        const float alpha = gates[work.v_heads] + work.dt[v_head];
         const float softplus = fmaxf(alpha, 0.0f) + log1pf(expf(-fabsf(alpha)));
         c += work.channels() + v_head;
-        c[0] = times_sigmoid(1.0f, gates[0]);
-        c[work.v_heads] = expf(work.decay[v_head] * softplus);
+        c[0] = times_sigmoid(1.0f, beta);
+        c[work.v_heads] = expf(decay * softplus);
     }
 }
 
-// A lane holds 16 values of k of two columns of S: 4 from 4 part on, of each 32. Eight lanes share
-// two columns; part = lane % 8. A block has 32 columns of a head.
-constexpr int DELTA_VALUES = 16, DELTA_COLUMNS = 2, DELTA_WARPS = 4;
-constexpr int DELTA_BLOCK_COLUMNS = 8 * DELTA_WARPS;
-constexpr int DELTA_HEAD_BLOCKS = DELTA_DIM / DELTA_BLOCK_COLUMNS;
+// A lane holds 16 values of k, 4 from 4 part on, of each 32, of two columns of S. Eight lanes,
+// part = 0 .. 7, share these. A warp has 8 columns, a block as many as a warp has lanes.
+constexpr int DELTA_VALUES = 16, DELTA_PARTS = 8, DELTA_COLUMNS = 2, DELTA_WARPS = 4;
+constexpr int DELTA_BLOCK_COLUMNS = 32, DELTA_BLOCKS = DELTA_DIM / DELTA_BLOCK_COLUMNS;
 constexpr int DELTA_AHEAD = 8;  // tokens that wait in shared memory, twice
 
 // What a block needs of a token; of a pending one k, delta in place of v, and decay. From shared
@@ -2946,7 +2949,7 @@ struct DeltaToken {
 
 DEVICE void load_part(float (&x)[DELTA_VALUES], const float* from) {
     for (int i = 0; i < DELTA_VALUES; i += 4)
-        *reinterpret_cast<float4*>(x + i) = load4(from + 8 * i);
+        *reinterpret_cast<float4*>(x + i) = load4(from + DELTA_PARTS * i);
 }
 DEVICE float part_product(const float (&a)[DELTA_VALUES], const float (&b)[DELTA_VALUES]) {
     float even = 0.0f, odd = 0.0f;  // two chains: a product waits for the one before it
@@ -2956,10 +2959,10 @@ DEVICE float part_product(const float (&a)[DELTA_VALUES], const float (&b)[DELTA
 }
 // The sums over the parts of four values. A lane gives half of them away, twice: it ends with
 // a[column] if bit 0 of it is clear, else with b[column], where `column` is its bit 1.
-DEVICE float sum_of_parts(const float (&a)[2], const float (&b)[2]) {
+DEVICE float sum_of_parts(const float (&a)[DELTA_COLUMNS], const float (&b)[DELTA_COLUMNS]) {
     const bool keeps_b = threadIdx.x & 1, second = threadIdx.x & 2;
-    float x[2];
-    for (int j = 0; j < 2; j++)
+    float x[DELTA_COLUMNS];
+    for (int j = 0; j < DELTA_COLUMNS; j++)
         x[j] = __fadd_rn(keeps_b ? b[j] : a[j],
                          __shfl_xor_sync(ALL_LANES, keeps_b ? a[j] : b[j], 1));
     const float sum = __fadd_rn(second ? x[1] : x[0],
@@ -2974,51 +2977,51 @@ DEVICE void enter_state(float (&s)[DELTA_VALUES], const float (&k)[DELTA_VALUES]
 // Per span and v head: S takes the pending tokens from their records, then the rows, each of which
 // gets o = S^T q. Stored is S behind the first `entering` of all these tokens: none, those that are
 // pending, or all. Rows that do not enter become records, with the delta that S took in place of v:
-// to take it again needs no sums. Of rows that enter only the u stays that the next convolution
+// to take it again needs no sums. Of rows that enter only the u counts that the next convolution
 // looks back at.
-// PRECOND: grid (4 H_v / H_k, H_k, spans), 128 threads; spans int32 (first row, rows, slot, position, pending,
-// entering); pending + rows that do not enter <= ring.
-// One warp holds 8 columns of S in registers; it reads them once and stores them at most once. The
-// last span comes first: prompts stand there, and take longest. State and records are those of
-// earlier steps: they are on their way before the wait.
-KERNEL __launch_bounds__(32 * DELTA_WARPS) delta_rule(const __grid_constant__ DeltaNet work) {
+// PRECOND: grid (DELTA_BLOCKS H_v / H_k, H_k, spans), 128 threads; spans int32 (first row, rows,
+// slot, position, pending, entering); pending + rows that do not enter <= ring.
+// S is in registers; it is read once and stored at most once. The last span comes first: prompts
+// stand there, and take longest. State and records are those of earlier steps: they are on their
+// way before the wait.
+template <bool PROMPT>
+DEVICE void delta_rule(const DeltaNet& work) {
     let_successor_start();
     __shared__ __align__(16) DeltaToken ring[2][DELTA_AHEAD];
     const int* span = work.spans + 6 * (gridDim.z - 1 - blockIdx.z);
     const int first = span[0], rows = span[1], slot = span[2], position = span[3],
               pending = span[4], entering = span[5];
     const bool rows_enter = entering > pending;
-    const int lane = threadIdx.x & 31, warp = threadIdx.x / 32, part = lane % 8;
-    const int column = 8 * warp + lane / 8 * DELTA_COLUMNS;  // the lane's first in the block
-    const int k_head = blockIdx.y, group = gridDim.x / DELTA_HEAD_BLOCKS,
-              of_group = blockIdx.x / DELTA_HEAD_BLOCKS,
-              head = work.grouped ? k_head * group + of_group : of_group * work.k_heads + k_head;
+    const int lane = threadIdx.x & 31, warp = threadIdx.x / 32, part = lane % DELTA_PARTS;
+    const int column = threadIdx.x / DELTA_PARTS * DELTA_COLUMNS;  // the lane's first in the block
+    const int k_head = blockIdx.y, of_group = blockIdx.x / DELTA_BLOCKS;
+    const int head = work.grouped ? k_head * (gridDim.x / DELTA_BLOCKS) + of_group
+                                  : of_group * work.k_heads + k_head;
+    const int block_v = head * DELTA_DIM + blockIdx.x % DELTA_BLOCKS * DELTA_BLOCK_COLUMNS;
     const int n_k = work.k_heads * DELTA_DIM, n_v = work.v_heads * DELTA_DIM;
-    const int block_v = head * DELTA_DIM + blockIdx.x % DELTA_HEAD_BLOCKS * DELTA_BLOCK_COLUMNS;
-    float* o = work.o + int64_t(first) * n_v + block_v + column;
+    const bool has_o = (part & 5) == 1;  // in what sum_of_parts gives
+    float* o = work.o + int64_t(first - 1) * n_v + block_v + column + part / 2;  // a row behind
     if (slot < 0) {
         wait_for_predecessor();
-        for (int row = 0; part == 0 && row < rows; row++)
-            *reinterpret_cast<float2*>(o + int64_t(row) * n_v) = float2{};
+        for (int row = 0; has_o && row < rows; row++) *(o += n_v) = 0.0f;
         return;
     }
     // Copies the tokens from `t` rows behind the first one on, up to `end`. From k on, a record is
     // like a row of c.
     const float* c = work.c_row(first);
     auto fetch = [&](int t, int end, DeltaToken* token) {
-        const auto copy = [](auto bytes, const float* to, const float* from) {
-            copy_async<bytes>(unsigned(__cvta_generic_to_shared(to)), from);
-        };
 #pragma unroll 1
         for (t += warp, token += warp; t < end; t += DELTA_WARPS, token += DELTA_WARPS) {
             const float* k = t < 0 ? work.record(slot, position + t) + work.channels()
                                    : c + int64_t(t) * work.c_values + n_k;
             const int at = 4 * lane, of_k_head = k_head * DELTA_DIM + at;
-            copy(Is<16>(), token->k + at, k + of_k_head);
-            if (t >= 0) copy(Is<16>(), token->q + at, k - n_k + of_k_head);
-            copy(Is<4>(), token->v + lane, k + n_k + block_v + lane);
+            copy_async<16>(__cvta_generic_to_shared(token->k + at), k + of_k_head);
+            if (t >= 0)
+                copy_async<16>(__cvta_generic_to_shared(token->q + at), k - n_k + of_k_head);
+            copy_async<4>(__cvta_generic_to_shared(token->v + lane), k + n_k + block_v + lane);
             if (lane < 2)
-                copy(Is<4>(), &token->beta + lane, k + n_k + n_v + head + lane * work.v_heads);
+                copy_async<4>(__cvta_generic_to_shared(&token->beta + lane),
+                              k + n_k + n_v + head + lane * work.v_heads);
         }
         asm volatile("cp.async.commit_group;");
     };
@@ -3031,15 +3034,15 @@ KERNEL __launch_bounds__(32 * DELTA_WARPS) delta_rule(const __grid_constant__ De
     auto store_state = [&] {
         for (int j = 0; j < DELTA_COLUMNS; j++)
             for (int i = 0; i < DELTA_VALUES; i += 4)
-                *reinterpret_cast<float4*>(state + j * DELTA_DIM + 8 * i) = load4(s[j] + i);
+                *reinterpret_cast<float4*>(state + j * DELTA_DIM + DELTA_PARTS * i) =
+                    load4(s[j] + i);
     };
     wait_for_predecessor();
-    // `out` is this lane's part of o, added up with the products of the next token: a sum over
-    // lanes is a long wait.
+    // This lane's part of o is added up with the products of the next token: a sum over lanes is a
+    // long wait.
     float out[DELTA_COLUMNS] = {};
-    auto store_o = [&](int row, float sum) {
-        if ((lane & 5) == 1) o[int64_t(row) * n_v + (lane >> 1 & 1)] = sum;
-    };
+    float* record = work.record(slot, position) + work.channels() + n_k + block_v + column;
+    const float* ring_end = work.record(slot, 0) + work.ring * work.record_values;
     for (int turn = 0; t < rows; turn ^= 1) {
         const int next = min(end + DELTA_AHEAD, end < 0 ? 0 : rows);
         fetch(end, next, ring[turn ^ 1]);
@@ -3049,43 +3052,58 @@ KERNEL __launch_bounds__(32 * DELTA_WARPS) delta_rule(const __grid_constant__ De
         for (; t < end && t < 0; t++, token++) {
             float k[DELTA_VALUES];
             load_part(k, token->k + 4 * part);
-            const float2 delta = *reinterpret_cast<const float2*>(token->v + column);
-            enter_state(s[0], k, delta.x, token->decay);
-            enter_state(s[1], k, delta.y, token->decay);
+            for (int j = 0; j < DELTA_COLUMNS; j++)
+                enter_state(s[j], k, token->v[column + j], token->decay);
             if (t == -1 && entering == pending) store_state();
         }
+        // Unrolled, loads of a token are on their way during the sums of the one before it; in
+        // decode, more blocks in a multiprocessor are worth more than that.
+#pragma unroll (PROMPT ? 2 : 1)
         for (; t < end; t++, token++) {
-            float k[DELTA_VALUES], q[DELTA_VALUES], delta[DELTA_COLUMNS];
+            float k[DELTA_VALUES], q[DELTA_VALUES], known[DELTA_COLUMNS], delta[DELTA_COLUMNS];
             load_part(k, token->k + 4 * part);
             load_part(q, token->q + 4 * part);
             const float2 v = *reinterpret_cast<const float2*>(token->v + column);
-            const float known[] = {part_product(s[0], k), part_product(s[1], k)};  // S^T k
+            const float beta = token->beta, decay = token->decay;
+            for (int j = 0; j < DELTA_COLUMNS; j++) known[j] = part_product(s[j], k);  // S^T k
             const float sum = sum_of_parts(known, out);
-            if (t > 0) store_o(t - 1, sum);
+            if (has_o && t > 0) *o = sum;
+            o += n_v;
             for (int j = 0; j < DELTA_COLUMNS; j++) {
-                const float all = __shfl_sync(ALL_LANES, sum, (lane & ~7) + 2 * j);
-                delta[j] = __fmul_rn(token->beta, fmaf(-token->decay, all, j ? v.y : v.x));
-                enter_state(s[j], k, delta[j], token->decay);
+                const float all = __shfl_sync(ALL_LANES, sum, lane - part + 2 * j);
+                delta[j] = __fmul_rn(beta, fmaf(-decay, all, j ? v.y : v.x));
+                enter_state(s[j], k, delta[j], decay);
                 out[j] = part_product(s[j], q);
             }
-            if (!rows_enter && part == 0)
-                *reinterpret_cast<float2*>(work.record(slot, position + t) + work.channels() + n_k +
-                                           block_v + column) = make_float2(delta[0], delta[1]);
+            if (part == 0) *reinterpret_cast<float2*>(record) = make_float2(delta[0], delta[1]);
+            record += work.record_values;
+            if (record >= ring_end) record -= work.ring * work.record_values;
         }
         __syncthreads();
         end = next;
     }
-    store_o(rows - 1, sum_of_parts(out, out));
+    const float sum = sum_of_parts(out, out);
+    if (has_o) *o = sum;
     if (rows_enter) store_state();
 
     const int channels = work.channels(), values = rows_enter ? channels : work.record_values;
-    for (int row = rows_enter ? max(0, rows - work.width + 1) : 0; row < rows; row++)
-        for (int at = 4 * ((blockIdx.y * gridDim.x + blockIdx.x) * blockDim.x + threadIdx.x);
-             at < values; at += 4 * gridDim.x * gridDim.y * blockDim.x)
-            if (at < channels + n_k || at >= channels + n_k + n_v)
-                *reinterpret_cast<float4*>(work.record(slot, position + row) + at) =
-                    load4(at < channels ? work.u_row(first + row) + at
-                                        : c + int64_t(row) * work.c_values + at - channels + n_k);
+    const int kept = rows_enter ? min(rows, work.width - 1) : rows;
+    for (int i = 4 * ((blockIdx.y * gridDim.x + blockIdx.x) * blockDim.x + threadIdx.x);
+         i < kept * values; i += 4 * gridDim.x * gridDim.y * blockDim.x) {
+        const int row = rows - kept + i / values, at = i % values;
+        if (at < channels + n_k || at >= channels + n_k + n_v)  // delta is there
+            *reinterpret_cast<float4*>(work.record(slot, position + row) + at) =
+                load4(at < channels ? work.u_row(first + row) + at
+                                    : c + int64_t(row) * work.c_values + at - channels + n_k);
+    }
+}
+KERNEL __launch_bounds__(32 * DELTA_WARPS, 7)
+    delta_rule_decode(const __grid_constant__ DeltaNet work) {
+    delta_rule<false>(work);
+}
+KERNEL __launch_bounds__(32 * DELTA_WARPS, 4)
+    delta_rule_prompt(const __grid_constant__ DeltaNet work) {
+    delta_rule<true>(work);
 }
 
 // x[r] = rmsnorm of each head of o, times norm and silu(z): o f32 [rows, cols], z in rows of u that

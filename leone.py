@@ -72,7 +72,7 @@ class Request:
     tokens: list = field(default_factory=list)
     logprobs: list = field(default_factory=list)
     top: list = field(default_factory=list)  # per token [(id, log probability)], best first
-    pieces: list = field(default_factory=list)  # of `text`: adding one copies nothing
+    text: str = ""
     finish_reason: str | None = None  # "stop", "length", "cancelled" or "error"
     error: LeoneError | None = None
     cancelled: bool = False
@@ -99,14 +99,6 @@ class Request:
     def cancel(self):
         """Stop at the next step; what was generated stays. Any thread may call it."""
         self.cancelled = True
-
-    @property
-    def text(self):
-        return "".join(self.pieces)
-
-    @text.setter
-    def text(self, text):
-        self.pieces = [text]
 
     @property
     def root(self):
@@ -782,7 +774,7 @@ class Engine:
         if stop := request.sampling.stop:
             text, request.held, stopped = split_at_stop(request.held + text, stop, bool(reason))
             reason = "stop" if stopped else reason
-        request.pieces.append(text)
+        request.text += text
         request.events.append(Event(token, text, logprob, drafted))
         if reason:
             self.finish(request, reason)
@@ -791,7 +783,7 @@ class Engine:
 
     def finish(self, request, reason):
         if reason == "cancelled":  # what was held back can no longer be a stop string
-            request.pieces.append(request.held + request.stream.flush())
+            request.text += request.held + request.stream.flush()
         request.finish_reason, request.finished = reason, time.perf_counter()
         self.on_event(request)
 

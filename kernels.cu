@@ -386,7 +386,7 @@ struct Product {
     float* y;                   // [rows, columns]
     Int rows, columns, chunks;
     Int add;   // y += instead of y =
-    Int silu;  // y is silu(gate) * up instead: see store_silu
+    Int silu;  // y: f16 pieces [rows, columns / 2] of silu(gate) * up
 };
 
 // One element of y from its sum and what it is added to. `scale` is that of the token times that of
@@ -395,14 +395,12 @@ DEVICE float result(float sum, float scale, float bias, float before) {
     return __fadd_rn(before, __fadd_rn(__fmul_rn(sum, scale), bias));
 }
 
-// One f16 of silu(gate) * up, in the pieces that the next product reads. A tile holds eight rows of
-// gate, then the same eight of up; `column` is that of gate. The scale of `up` has a power of two
-// that keeps the product below 2^15: see Device.gated.
-DEVICE void store_silu(const Product& product, int row, int column, float gate, float up) {
-    const int index = (column + column % TILE_ROWS) / 2;
-    uint4* piece = reinterpret_cast<uint4*>(product.y) +
-                   piece_at(row, index, chunks_of(product.columns / 2));
-    reinterpret_cast<__half*>(piece)[index % 8] = __float2half_rn(silu(gate) * up);
+// Where a product with `silu` stores silu(gate) * up of index k: in pieces, as a product reads it.
+// A tile of its weights holds eight rows of gate, then the same ones of up, whose scale has a power
+// of two that keeps what is stored below 2^15: see Device.gated.
+DEVICE __half* silu_at(const Product& product, int row, int k) {
+    return reinterpret_cast<__half*>(product.y) +
+           8 * piece_at(row, k, chunks_of(product.columns / 2)) + k % 8;
 }
 
 // A stack of up to four row blocks, each of one format. Their outputs lie side by side in y.
@@ -443,11 +441,12 @@ struct OwnRows {
 };
 
 // Stores what a lane has of tiles of 16 weight rows x 8 tokens, as the tensor core leaves it: sums
-// of `row` and row + 8 of each tile, for `token` and token + 1 of each.
+// of `row` and row + 8 of each tile, for `token` and token + 1 of each. Few warps run this, once:
+// two paths without branches are faster than one with both.
 template <int ROW_TILES, int TOKEN_TILES, typename Rows>
 DEVICE void store_totals(const Product& product, const Place& place, const Rows& rows, int row,
                          int token, const float (&total)[ROW_TILES][TOKEN_TILES][4]) {
-    const int column = place.column + row;
+    const int column = place.column + row, odd = row % 2;
     float scale[2 * ROW_TILES], bias[2 * ROW_TILES];  // of the rows row + 8 r
     bool real[2 * ROW_TILES];
     for (int r = 0; r < 2 * ROW_TILES; r++) {
@@ -455,31 +454,47 @@ DEVICE void store_totals(const Product& product, const Place& place, const Rows&
         scale[r] = load_if(real[r], product.weight_scale + column + 8 * r, 0.0f);
         bias[r] = load_if(real[r] && product.bias, product.bias + column + 8 * r, 0.0f);
     }
+    const auto scale_of = [&](int token) {
+        return load_if(token < product.rows && product.x_scale,
+                       product.x_scale + rows.x_of(rows.y(token)), 1.0f);
+    };
+    if (product.silu) {
 #pragma unroll
-    for (int n = 0; n < TOKEN_TILES; n++) {
-        int y_row[2];
+        for (int n = 0; n < TOKEN_TILES; n++, token += 8) {
+            const float token_scale[] = {scale_of(token), scale_of(token + 1)};
+            for (int m = 0; m < ROW_TILES; m++) {
+                float x[2];
+                for (int i = 0; i < 2; i++)
+                    x[i] = silu(total[m][n][i] * (token_scale[i] * scale[2 * m])) *
+                           (total[m][n][2 + i] * (token_scale[i] * scale[2 * m + 1]));
+                // The lanes of an even row and the next one trade: each stores both for a token.
+                const unsigned own = half2_bits(x[0], x[1]);
+                const unsigned other = __shfl_xor_sync(ALL_LANES, own, 4);
+                const int k = (row + row % TILE_ROWS) / 2 - odd + 8 * m;
+                if (token + odd < product.rows && real[2 * m])
+                    *reinterpret_cast<unsigned*>(silu_at(product, rows.y(token + odd), k)) =
+                        __byte_perm(own, other, odd ? 0x3276 : 0x5410);
+            }
+        }
+        return;
+    }
+#pragma unroll
+    for (int n = 0; n < TOKEN_TILES; n++, token += 8) {
         float* to[2];
         float before[2][2 * ROW_TILES], token_scale[2];
         for (int i = 0; i < 2; i++) {
-            const bool inside = token + 8 * n + i < product.rows;
-            y_row[i] = rows.y(token + 8 * n + i);
-            to[i] = inside ? product.y + int64_t(y_row[i]) * product.columns + column : nullptr;
-            token_scale[i] = load_if(inside && product.x_scale,
-                                     product.x_scale + rows.x_of(y_row[i]), 1.0f);
+            const bool inside = token + i < product.rows;
+            to[i] = inside ? product.y + int64_t(rows.y(token + i)) * product.columns + column
+                           : nullptr;
+            token_scale[i] = scale_of(token + i);
             for (int r = 0; r < 2 * ROW_TILES; r++)
                 before[i][r] = load_if(inside && real[r] && product.add, to[i] + 8 * r, 0.0f);
         }
-        for (int i = 0; i < 2; i++) {
-            float y[2 * ROW_TILES];
+        for (int i = 0; i < 2; i++)
             for (int r = 0; r < 2 * ROW_TILES; r++)
-                y[r] = result(total[r / 2][n][r % 2 * 2 + i], token_scale[i] * scale[r], bias[r],
-                              before[i][r]);
-            for (int r = 0; r < 2 * ROW_TILES; r++) {
-                if (!to[i] || !real[r]) continue;
-                if (!product.silu) to[i][8 * r] = y[r];
-                else if (r % 2 == 0) store_silu(product, y_row[i], column + 8 * r, y[r], y[r + 1]);
-            }
-        }
+                if (to[i] && real[r])
+                    to[i][8 * r] = result(total[r / 2][n][r % 2 * 2 + i], token_scale[i] * scale[r],
+                                          bias[r], before[i][r]);
     }
 }
 
@@ -606,13 +621,10 @@ DEVICE void linear_few(const Product& product, const Place& place, const Rows& r
                 total = __fadd_rn(total, own[i * TOKENS * FEW_STRIDE]);
         }
         const float y = result(total, row_scale * token_scale, bias, before);
-        if (product.silu) {
-            const float up = __shfl_down_sync(ALL_LANES, y, TILE_ROWS / 2);
-            if (mine && threadIdx.x % TILE_ROWS < TILE_ROWS / 2)
-                store_silu(product, y_row, column, y, up);
-        } else if (mine) {
-            *to = y;
-        }
+        const float up = __shfl_down_sync(ALL_LANES, y, TILE_ROWS / 2);
+        if (mine && !product.silu) *to = y;
+        if (mine && product.silu && threadIdx.x % TILE_ROWS < TILE_ROWS / 2)
+            *silu_at(product, y_row, row - index * TILE_ROWS / 2) = __float2half_rn(silu(y) * up);
     }
 }
 
@@ -863,27 +875,17 @@ LINEAR_BLOCK(64, 128, 2, 4, 1, 49)
 
 constexpr int FEED = -1;  // the token is the one that `sample` drew last for the row's slot
 
-// h [rows, cols] f32 = row tokens[r] of the packed table; another negative token gives zeros.
-// PRECOND: grid (rows), 128 threads; table is one row block; cols % 4 = 0.
-// One block holds one row. Moves a packed tile's row (whole lines of 16 rows) and 4 cols bytes.
-KERNEL embed(const uint8_t* packed, const float* weight_scale, const int* tokens,
-             const int* slots, const int* last_tokens, float* h, int format, int cols, int chunks) {
-    follow_predecessor();
-    const int fed = last_tokens[max(slots[blockIdx.x], 0)];
-    const int token = tokens[blockIdx.x] == FEED ? fed : tokens[blockIdx.x];
-    h += int64_t(blockIdx.x) * cols;
-    if (token < 0) {
-        for (int k = threadIdx.x; k < cols; k += blockDim.x) h[k] = 0.0f;
-        return;
-    }
-    const float scale = weight_scale[token];
-    const int parts = parts_of(chunks), r = token >> 3 & 1;
+// Calls visit(k, weights k and k + 1) for a row of packed tiles, to be multiplied by weight_scale.
+// The threads of a block share its columns, up to the end of the last chunk.
+template <typename Visit>
+DEVICE void for_weights(const uint8_t* packed, int format, int row, int chunks, Visit visit) {
+    const int parts = parts_of(chunks), r = row >> 3 & 1;
     with_format(format, [&](auto format) {
         constexpr int FORMAT = format;
         using P = Packed<FORMAT>;
-        const uint8_t* tile = packed + (token / TILE_ROWS) * P::tile_bytes(chunks);
+        const uint8_t* tile = packed + (row / TILE_ROWS) * P::tile_bytes(chunks);
         for (int i = threadIdx.x; i < 4 * parts; i += blockDim.x) {
-            const int part = i >> 2, t = i & 3, lane = (token & 7) * 4 + t;
+            const int part = i >> 2, t = i & 3, lane = (row & 7) * 4 + t;
             unsigned words[PART_CHUNKS][P::WORDS], scales[P::SCALE_WORDS];
             load_scales<FORMAT>(tile, chunks, part, lane, scales);
             for (int c = 0; c < PART_CHUNKS; c++)
@@ -900,14 +902,31 @@ KERNEL embed(const uint8_t* packed, const float* weight_scale, const int* tokens
                     dequantise<FORMAT>(words[c], s, half, a);
                     for (int i = 0; i < 4; i++) {
                         const unsigned bits = r ? a[i / 2][i % 2 * 2 + 1] : a[i / 2][i % 2 * 2];
-                        const float2 w = __half22float2(*reinterpret_cast<const __half2*>(&bits));
-                        const int k = first_k(chunk, t) + 8 * half + 2 * i;
-                        if (k < cols)
-                            *reinterpret_cast<float2*>(h + k) = {w.x * scale, w.y * scale};
+                        visit(first_k(chunk, t) + 8 * half + 2 * i,
+                              __half22float2(*reinterpret_cast<const __half2*>(&bits)));
                     }
                 }
             }
         }
+    });
+}
+
+// h [rows, cols] f32 = row tokens[r] of the packed table; another negative token gives zeros.
+// PRECOND: grid (rows), 128 threads; table is one row block; cols % 4 = 0.
+// One block holds one row. Moves a packed tile's row (whole lines of 16 rows) and 4 cols bytes.
+KERNEL embed(const uint8_t* packed, const float* weight_scale, const int* tokens,
+             const int* slots, const int* last_tokens, float* h, int format, int cols, int chunks) {
+    follow_predecessor();
+    const int fed = last_tokens[max(slots[blockIdx.x], 0)];
+    const int token = tokens[blockIdx.x] == FEED ? fed : tokens[blockIdx.x];
+    h += int64_t(blockIdx.x) * cols;
+    if (token < 0) {
+        for (int k = threadIdx.x; k < cols; k += blockDim.x) h[k] = 0.0f;
+        return;
+    }
+    const float scale = weight_scale[token];
+    for_weights(packed, format, token, chunks, [=](int k, float2 w) {
+        if (k < cols) *reinterpret_cast<float2*>(h + k) = {w.x * scale, w.y * scale};
     });
 }
 
@@ -1875,18 +1894,6 @@ struct SourceRow {
     // 8-bit scale of a sub-block of 16 (Q6_K), plus 128.
     __device__ unsigned scale(int k) const { return block(k)[192 + k % 256 / 16] ^ 128; }
 
-    __device__ float weight(int k) const {
-        if constexpr (FLOATS) return value(k);
-        const float n = float(integer(k));
-        if constexpr (SOURCE == Q4_K || SOURCE == Q5_K) {
-            const uint2 sub_block = scale_and_min(k);
-            return d(k) * sub_block.x * n - min(k) * sub_block.y;
-        }
-        if constexpr (SOURCE == Q6_K) return d(k) * (float(scale(k)) - 128.0f) * (n - 32.0f);
-        if constexpr (SOURCE == Q4_1) return d(k) * n + min(k);
-        return d(k) * (n - (SOURCE == Q8_0 ? 128.0f : 8.0f));
-    }
-
     // What must fit in f16 once multiplied by the row's power of two: see row_scale_factor.
     __device__ float largest_of_block(int k) const {
         if constexpr (FLOATS) return fabsf(value(k));
@@ -1900,15 +1907,14 @@ struct SourceRow {
 
 template <int SOURCE>
 DEVICE void repack_tile(const uint8_t* source, uint8_t* packed, float* weight_scale, int rows,
-                        int cols, const float* norm, float* squares) {
+                        int cols) {
     using Row = SourceRow<SOURCE>;
     constexpr int FORMAT = Row::FLOATS ? F16 : SOURCE;
     using P = Packed<FORMAT>;
     __shared__ float factors[TILE_ROWS];
     const int chunks = chunks_of(cols), parts = parts_of(chunks);
     const auto row_at = [=](int r) {
-        int row = blockIdx.x * TILE_ROWS + r;
-        if (norm) row = blockIdx.x * 8 + r % 8 + (r < 8 ? 0 : rows / 2);
+        const int row = blockIdx.x * TILE_ROWS + r;
         return Row{source + int64_t(row) * (cols / Row::VALUES) * Row::BYTES,
                    row < rows ? cols : 0};
     };
@@ -1918,14 +1924,9 @@ DEVICE void repack_tile(const uint8_t* source, uint8_t* packed, float* weight_sc
         float largest = 0.0f;
         for (int k = threadIdx.x % 32 * Row::VALUES; k < row.cols; k += 32 * Row::VALUES)
             largest = fmaxf(largest, row.largest_of_block(k));
-        float sum = 0.0f;
-        for (int k = threadIdx.x % 32; norm && k < row.cols; k += 32)
-            sum += row.weight(k) * norm[k] * row.weight(k) * norm[k];
-        sum = warp_sum(sum);
         const float factor = row_scale_factor(warp_max(largest));
         if (threadIdx.x % 32 == 0) {
             factors[r] = factor;
-            if (norm) squares[blockIdx.x * TILE_ROWS + r] = sum;
             if (row.cols)
                 weight_scale[blockIdx.x * TILE_ROWS + r] =
                     (FORMAT == F16 ? 1.0f : P::K_SCALES ? 0x1p20f : 0x1p24f) / factor;
@@ -2007,20 +2008,29 @@ DEVICE void repack_tile(const uint8_t* source, uint8_t* packed, float* weight_sc
 }
 
 // packed tiles and weight_scale [rows] from `rows` rows of `cols` values as they lie in the file.
-// With `norm` [cols] they are rows of gate, then of up: a tile takes eight of each, and squares
-// [rows] gets the sum of (weight * norm)^2 of each row, in the order of the tiles.
 // PRECOND: grid (ceil(rows / 16)), 256 threads; source 4-byte aligned; packed 128-byte aligned.
 // A block holds one tile of 16 rows. Moves the source (scales and floats twice) and the tile.
 #define REPACK(SOURCE)                                                                           \
     KERNEL __launch_bounds__(256) linear_repack_##SOURCE(                                        \
-        const uint8_t* source, uint8_t* packed, float* weight_scale, int rows, int cols,         \
-        const float* norm, float* squares) {                                                     \
-        repack_tile<SOURCE>(source, packed, weight_scale, rows, cols, norm, squares);            \
+        const uint8_t* source, uint8_t* packed, float* weight_scale, int rows, int cols) {       \
+        repack_tile<SOURCE>(source, packed, weight_scale, rows, cols);                           \
     }
 REPACK(Q4_K) REPACK(Q5_K) REPACK(Q6_K)
 REPACK(Q8_0) REPACK(Q4_0) REPACK(Q4_1)
 REPACK(F16) REPACK(BF16) REPACK(F32)
 #undef REPACK
+
+// squares [rows] = sum of (w * norm)^2 over each row w of packed tiles, without its weight_scale.
+// PRECOND: grid (rows), 128 threads; norm [cols]; cols % 4 = 0. One block holds one row.
+KERNEL linear_silu_squares(const uint8_t* packed, const float* norm, float* squares, int format,
+                           int cols, int chunks) {
+    float sum = 0.0f;
+    for_weights(packed, format, blockIdx.x, chunks, [&](int k, float2 w) {
+        if (k < cols) sum += w.x * norm[k] * w.x * norm[k] + w.y * norm[k + 1] * w.y * norm[k + 1];
+    });
+    sum = block_sum_and_largest(sum, 0.0f).x;
+    if (threadIdx.x == 0) squares[blockIdx.x] = sum;
+}
 
 // ---------------------------------------------------------------------------------------------
 // Attention over f32 KV: no tensor cores, no promise of speed, nothing is split

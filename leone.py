@@ -44,6 +44,8 @@ from tokenizer import Tokenizer
 VERSION = "0.1.0"
 PENDING = spec.MAX_DRAFT + 1  # most tokens of a sequence outside of its recurrent state
 LOGIT_ROWS = 64  # rows of logits computed at a time when all are wanted
+COUNTERS = ("rows", "steps_of_16_rows", "sweeps", "prompt_tokens", "cached_tokens",
+            "generated_tokens", "drafted_tokens", "accepted_tokens")  # of Engine.stats
 SNAPSHOT_TOKENS = 8192  # of a long prompt, after which the recurrent state is remembered
 
 
@@ -807,9 +809,7 @@ class Engine:
             "pages": self.pool.n_pages, "pages_free": self.pool.free_count,
             "pages_cached": self.prefixes.unused, "sessions_resident": self.sessions.resident,
             "sessions_stored": self.sessions.stored, "bytes": dict(self.ops.allocated),
-            **{name: self.counts[name] for name in (
-                "rows", "steps_of_16_rows", "sweeps", "prompt_tokens", "cached_tokens",
-                "generated_tokens", "drafted_tokens", "accepted_tokens")}}
+            **{name: self.counts[name] for name in COUNTERS}}
 
 
 def most_likely(logits, count, token, logprob):

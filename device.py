@@ -377,6 +377,7 @@ class Device:
         self.addresses = {}  # ptr -> (nbytes, purpose), for free()
         self.frequencies = {}  # Config.rope_sets -> f64 [sets, pairs]
         self.graphs = {}  # key -> (graph, result), None before its capture
+        self.warm_ups = 0  # steps that were no replay of a graph
         self.adjustments = None  # sampling.ADJUSTMENT [slots, n_vocab], from the first penalty on
         self.page_table = None  # what the device's copy holds
         # the last kv.Batch, the same with Buffers, where it lies, and its arrays in one piece
@@ -690,6 +691,7 @@ class Device:
         """
         if key is None:
             return work()
+        self.warm_ups += not self.graphs.get(key)
         if key not in self.graphs:
             self.graphs[key] = None  # the first call loads kernels and finds the scratch sizes
             return work()

@@ -119,7 +119,7 @@ class Step:
     result: object  # waits and gives (tokens, log probabilities) of the rows that want them
     logits: dict  # row -> its logits, where a request asked for top_logprobs
     wants: dict  # request -> drafts asked for; if any, the next step waits for this one's tokens
-    rows: int  # if all of them came; 0 where a prompt was read, too
+    rows: int  # if all of them came; 0 where a prompt was read or a graph made, too
     began: float
 
 
@@ -626,7 +626,7 @@ class Engine:
 
     def launch_step(self, decoding, wants):
         """Launch a forward pass and the drawing of tokens. False if no row is left to run."""
-        began, last = time.perf_counter(), self.last_step
+        began, last, warm_ups = time.perf_counter(), self.last_step, self.ops.warm_ups
         if (last and decoding and not wants and last.rows == len(decoding) == len(self.active)
                 and [r for r, _ in last.sampled] == decoding and last.batch.advance(last.rows)):
             # The last step again, every sequence one token further: nothing else changes.
@@ -662,7 +662,8 @@ class Engine:
             request.read = position + len(ids)
             if wanted and not self.cfg.n_state_layers or request.read in request.marks:
                 self.remember(request, request.prompt[:request.read])
-        wanted = len(decoding) + sum(wants.values()) if len(decoding) == len(chosen) else 0
+        usual = len(decoding) == len(chosen) and warm_ups == self.ops.warm_ups
+        wanted = len(decoding) + sum(wants.values()) if usual else 0
         self.last_step = Step(chosen, sampled, batch, h, drafts, result, rows_of_logits, wants,
                               wanted, began)
         self.in_flight.append(self.last_step)

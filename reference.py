@@ -168,7 +168,7 @@ class Reference:
 
     state_interval = 1
     steps_ahead = 0  # a result is there when an op returns
-    captures = False
+    captures, warm_ups = False, 0
 
     def adjust(self, slot, table, n_slots):
         """Penalties and bias of the sequence in `slot`: sampling.ADJUSTMENT [n_vocab]."""

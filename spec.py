@@ -269,7 +269,7 @@ class Controller:
     SMOOTHING = 0.2  # share of a new time in the average, more where that is old
     SIZES = np.array([*range(1, 9), *(n << i for i in range(3, 16) for n in (2, 3))])  # in rows
     PAUSE = 8  # steps between two looks while no draft pays: one takes as long as a step of Python
-    WARM_UP = 2  # first steps of a size that do not count: they load kernels and capture graphs
+    WARM_UP = 2  # first steps of a size that do not count: caches are cold
 
     def __init__(self, n_slots, fixed=None):
         """fixed: drafts of each sequence in each step, with nothing left to choose."""

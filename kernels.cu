@@ -1072,7 +1072,6 @@ DEVICE float rotated(const float* x, int d, Turn turn) {
 KERNEL __launch_bounds__(128, 8)
 rope_kv(const float* qkv, const float* q_norm, const float* k_norm, int gated,
         const __grid_constant__ Heads work) {
-    let_successor_start();
     __shared__ float heads[4][Q8_BLOCK * MOST_BLOCKS];
     const int row = blockIdx.x, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const int n_heads = work.n_heads, n_kv_heads = work.n_kv_heads, head_dim = work.head_dim;
@@ -1089,6 +1088,7 @@ rope_kv(const float* qkv, const float* q_norm, const float* k_norm, int gated,
     for (int i = 0; i < MOST_BLOCKS; i++)
         gain[i] = norm && 32 * i + lane < head_dim ? norm[32 * i + lane] : 1.0f;
     wait_for_predecessor();
+    let_successor_start();  // when older K and V are there: see attention_tile
     const int turning = is_v ? 0 : work.rope_dim;
 #pragma unroll
     for (int i = 0; i < MOST_BLOCKS; i++) {
@@ -1161,6 +1161,7 @@ KERNEL copy_page(char* pages, int n_pages, int page_bytes, int source, int targe
 constexpr int SEGMENT_PAGES = 4;
 constexpr int ATTENTION_WARPS = SEGMENT_PAGES, LATENT_WARPS = 2 * SEGMENT_PAGES;
 constexpr unsigned HALF_ONES = 0x3c003c00u;
+constexpr int SHALLOW_RING = 2, DEEP_RING = 5;  // rounds: where blocks share a multiprocessor or not
 
 // 2^x to 22 bits, 0 for -inf. One instruction everywhere: it must give the same bits everywhere.
 DEVICE float exp2_fast(float x) {
@@ -1215,35 +1216,30 @@ DEVICE uint4 weights_of(const float (&even)[4], const float (&odd)[4], const flo
                       pair(odd[0], odd[1], m[0]), pair(odd[2], odd[3], m[1]));
 }
 
-// Where a thread starts to read in the K or V block of a page: at value d of a token.
-struct KvPlace {
-    const char* values;
-    const __half* scales;
-};
+// Values of K or V on their way through shared memory. A thread copies what it will use itself, so
+// no barrier is needed, and lies with its warp side by side. A round is 16 pieces of 8 bytes or 8 of
+// 16, half of that in wide tiles. Those of q8 are half as large, and behind them there is for each
+// token a word that holds its scale.
+constexpr int NO_END = 0x7fffffff;
 
-template <bool Q8, int HD>
-DEVICE KvPlace kv_place(const char* block, int token, int d) {
-    const int at = token * HD + d;
-    return {block + at * (Q8 ? 1 : 2),
-            reinterpret_cast<const __half*>(block + PAGE * HD) + at / Q8_BLOCK};
-}
-
-// N (4 or 8) neighbouring values of one token as they lie in a page, expanded to f16 when needed,
-// so that waiting for memory overlaps with other work.
-template <bool Q8, int N>
+// N (4 or 8) neighbouring values of one token as they lie in a page, in a round of a ring that
+// THREADS threads share.
+template <bool Q8, int N, int THREADS>
 struct Values {
     static constexpr int WORDS = Q8 ? N / 4 : N / 2;
     struct alignas(4 * WORDS) Words { unsigned word[WORDS]; };
     Words raw;
-    __half scale;
 
-    // `offset` in values is a multiple of Q8_BLOCK and known when compiled.
-    DEVICE void load(const KvPlace& place, int offset) {
-        raw = *reinterpret_cast<const Words*>(place.values + offset * (Q8 ? 1 : 2));
-        if constexpr (Q8) scale = place.scales[offset / Q8_BLOCK];
+    // Piece i of a round at `slot`.
+    static DEVICE void fetch(uint8_t* slot, int i, const char* block, int at) {
+        copy_async<4 * WORDS>(__cvta_generic_to_shared(place(slot, i)), block + at * (Q8 ? 1 : 2));
     }
+    static DEVICE Words* place(uint8_t* slot, int i) {
+        return reinterpret_cast<Words*>(slot) + i * THREADS + threadIdx.x;
+    }
+    DEVICE void take(uint8_t* slot, int i) { raw = *place(slot, i); }
 
-    DEVICE void expand(unsigned (&half2s)[N / 2]) const {
+    DEVICE void expand(unsigned (&half2s)[N / 2], __half scale) const {
         if constexpr (!Q8) {
             for (int i = 0; i < WORDS; i++) half2s[i] = raw.word[i];
         } else {
@@ -1276,6 +1272,7 @@ struct Attention {
     Int layer, n_pages, max_pages, max_segments, n_heads, n_kv_heads, stride;
     alignas(8) float scale;
     Int span_rows;  // of a block of attention_prompt
+    Int depth;      // of the ring of attention_tile, in rounds
 };
 
 // out = softmax(q K^T * scale) V, rows of all tiles: q f16 [rows, H KW] -> f16 [rows, stride]. A
@@ -1284,6 +1281,7 @@ struct Attention {
 // PRECOND: grid (tiles, H_kv * shares, splits), 128 threads; tiles int32 (first row, rows, slot,
 // position); rows of a tile * H / H_kv <= 16 TILES; scale = attn_scale * log2(e). Latent: grid
 // (tiles, ceil(H / 16) * shares, splits), 256 threads, and a tile has one row where H > 16.
+// Shared memory: struct Shared, then `depth` rounds of ROUND_BYTES a thread.
 // Block z holds segments z, z + splits, ... With one split it folds them; with more it stores each
 // in part_values f32 [rows, H, max_segments, VW] and part_states (m, l) for attention_merge.
 // Reads K and V of a tile's context once (latent: V a second time, from the cache); thread (g, t)
@@ -1300,26 +1298,27 @@ DEVICE void attention_tile(const Attention& work) {
     // Pieces of 32 values of K and q. Half of the last may be missing: q has zeros there, and what
     // is read of K is the next key or, behind the last one, V; all of that is finite.
     constexpr int PIECES = (KW + 31) / 32;
-    // Pieces of 32 head dims whose K is on its way, and steps whose V is: as registers permit.
-    constexpr int LINE = KW % 64 == 0 && TILES == 1 ? 2 : 1;
-    constexpr int AHEAD = TILES > 1 ? 1 : KW == 128 ? 4 : 2;
+    // A round has K of 32 keys, LINE pieces of each: whole 128-byte lines where heads have them
+    // (H200, 64 rows x 1024 tokens: 3.6 TB/s, and 2.7 by half lines); or V of ROUND_STEPS steps.
+    constexpr int LINE = KW % 64 == 0 && TILES == 1 ? 2 : 1, LINES = PIECES / LINE;
+    constexpr int ROUND_BYTES = 128 / TILES;  // of a thread
+    constexpr int ROUND_STEPS = ROUND_BYTES / 8 / NEIGHBOURS, PAGE_ROUNDS = STEPS / ROUND_STEPS;
+    constexpr int KEY_ROUNDS = KEYS / 32 * LINES;  // of a segment
     constexpr int ROWS = 16 * TILES;
-    using Key = Values<Q8, 8>;
-    using Value = Values<Q8, NEIGHBOURS>;
-    // Of each row: (row, head) of q, last position it sees.
-    __shared__ int place[ROWS], visible[ROWS];
-    __shared__ float warp_largest[2][WARPS][ROWS];    // two: the next segment may be ahead
-    __shared__ uint4 queries[TILES][2 * PIECES][32];  // A fragments, one uint4 a lane
-    __shared__ uint4 weights[TILES][SEGMENT_PAGES * STEPS][32];  // P, likewise
-    // Each thread's folded segments, kept here since they are touched once in 256 keys; where there
-    // is no room, in registers.
-    constexpr bool ROOM = VW <= 256;
-    __shared__ float4 shared_total[TILES][NEIGHBOURS][ROOM ? 32 * WARPS : 1];
-    float4 own_total[TILES][NEIGHBOURS];
-    const auto total = [&](int r, int n) -> float4& {
-        return ROOM ? shared_total[r][n][threadIdx.x] : own_total[r][n];
+    using Key = Values<Q8, 8, 32 * WARPS>;
+    using Value = Values<Q8, NEIGHBOURS, 32 * WARPS>;
+    struct Shared {
+        uint4 queries[TILES][2 * PIECES][32];             // A fragments, one uint4 a lane
+        uint4 weights[TILES][SEGMENT_PAGES * STEPS][32];  // P, likewise
+        float warp_largest[2][WARPS][ROWS];               // two: the next segment may be ahead
+        int place[ROWS], visible[ROWS];  // of each row: (row, head) of q, last position it sees
     };
-    __shared__ Softmax softmax[2 * TILES][32 * WARPS];
+    extern __shared__ __align__(128) uint8_t shared[];
+    auto& [queries, weights, warp_largest, place, visible] = *reinterpret_cast<Shared*>(shared);
+    uint8_t* ring = shared + sizeof(Shared);
+    float4 total[TILES][NEIGHBOURS] = {};  // the folded segments
+    Softmax softmax[2 * TILES];
+    for (int i = 0; i < 2 * TILES; i++) softmax[i] = {-INFINITY, 0.0f};
 
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
     // A block has `group` query heads of each token: of one KV head, or, latent, up to ROWS of all.
@@ -1339,10 +1338,6 @@ DEVICE void attention_tile(const Attention& work) {
     const char* layer = work.pages + kv_offset(work.layer, work.n_pages, 0, work.n_kv_heads,
                                                kv_head, BLOCK_BYTES, LATENT);
     const int* table = work.page_table + int64_t(max(slot, 0)) * work.max_pages;
-    const auto keys_of = [=](int page) {
-        return layer + int64_t(table[page]) * work.n_kv_heads * (LATENT ? 1 : 2) * BLOCK_BYTES;
-    };
-    const auto values_of = [=](int page) { return keys_of(page) + (LATENT ? 0 : BLOCK_BYTES); };
 
     if (threadIdx.x < ROWS) {
         const int token = threadIdx.x / group;
@@ -1350,8 +1345,93 @@ DEVICE void attention_tile(const Attention& work) {
         place[threadIdx.x] = token < n_rows ? (first_row + token) * n_heads + head : -1;
         visible[threadIdx.x] = token < n_rows && slot >= 0 ? first_position + token : -1;
     }
+    const bool has_columns = warp * COLUMNS < VW && (TILES > 1 || warp * shares / WARPS == share);
+    // First one whose V this thread loads. Columns of the last warp that are not there repeat
+    // others, and their sums are not stored.
+    constexpr bool WHOLE = VW % COLUMNS == 0;
+    int column = warp * COLUMNS + NEIGHBOURS * g;
+    if (!WHOLE) column = min(column, VW - NEIGHBOURS);
+    const bool has_sums = has_columns && (WHOLE || warp * COLUMNS + 2 * NEIGHBOURS * t < VW);
+    const int page_of_warp = warp / PAGE_WARPS, first_key = warp % PAGE_WARPS * KEYS;
+    const int own_key = 4 * (g / 2) + g % 2;  // slot g of a product, see `score`
+
+    // The rounds of a warp, fetched `depth` ahead of their use: in each segment of the block those
+    // of its page of K, then those of its columns of V. Lane i has the number of page i.
+    int far_segment = blockIdx.z, far_round, far_end, far_pages, far_slot = 0, slot_now = 0;
+    const auto enter_far_segment = [&] {
+        const int first = far_segment * SEGMENT_PAGES;
+        const int here = min(SEGMENT_PAGES, tile_pages - first);
+        far_round = page_of_warp < here ? 0 : KEY_ROUNDS;
+        far_end = KEY_ROUNDS + (has_columns ? here * PAGE_ROUNDS : 0);
+        far_pages = lane < here ? table[first + lane] : 0;
+    };
+    const auto next_slot = [&](int slot) { return slot + 1 == work.depth ? 0 : slot + 1; };
+    const auto slot_at = [&](int slot) { return ring + slot * ROUND_BYTES * 32 * WARPS; };
+    const auto scale_in = [&](uint8_t* slot, int i) {  // of q8, a word with that of token i
+        return reinterpret_cast<__half*>(slot + (ROUND_BYTES / 2 + 4 * i) * 32 * WARPS) +
+               2 * threadIdx.x;
+    };
+    const auto fetch_scale = [&](uint8_t* slot, int i, const char* block, int at) {
+        if (Q8)
+            copy_async<4>(__cvta_generic_to_shared(scale_in(slot, i)),
+                          block + PAGE * KW + at / Q8_BLOCK / 2 * 4);
+    };
+    // A round with a position from `end` on is not fetched.
+    const auto fetch_round = [&](int end) {
+        if (far_round < far_end) {
+            const int value_round = far_round - KEY_ROUNDS, v_page = value_round / PAGE_ROUNDS;
+            const int page = value_round < 0 ? page_of_warp : v_page;
+            const int token = value_round < 0 ? first_key + far_round / LINES * 32
+                                              : value_round % PAGE_ROUNDS * ROUND_STEPS * 16;
+            const int position = (far_segment * SEGMENT_PAGES + page) * PAGE + token;
+            if (position + (value_round < 0 ? 32 : 16 * ROUND_STEPS) > end) return false;
+            const char* block = layer + int64_t(__shfl_sync(ALL_LANES, far_pages, page)) *
+                                            work.n_kv_heads * (LATENT ? 1 : 2) * BLOCK_BYTES;
+            uint8_t* slot = slot_at(far_slot);
+            if (value_round < 0) {
+                const int d = far_round % LINES * LINE * 32 + 8 * t;
+                for (int n = 0; n < STEPS; n++) {
+                    if (position + n / 2 * 16 > last_position) break;
+                    const int at = (token + own_key + 16 * (n / 2) + 2 * (n % 2)) * KW + d;
+                    for (int piece = 0; piece < LINE; piece++)
+                        Key::fetch(slot, LINE * n + piece, block, at + 32 * piece);
+                    fetch_scale(slot, n, block, at);
+                }
+            } else {
+                for (int step = 0; step < ROUND_STEPS; step++) {
+                    if (position + step * 16 > last_position) break;
+                    for (int k = 0; k < 4; k++) {
+                        const int at = (token + 16 * step + 4 * t + k) * KW + column;
+                        const char* values = block + (LATENT ? 0 : BLOCK_BYTES);
+                        Value::fetch(slot, 4 * step + k, values, at);
+                        fetch_scale(slot, 4 * step + k, values, at);
+                    }
+                }
+            }
+            if (++far_round == far_end) far_segment += gridDim.z, enter_far_segment();
+        }
+        asm volatile("cp.async.commit_group;" ::: "memory");
+        far_slot = next_slot(far_slot);
+        return true;
+    };
+    // The next round of this warp has come.
+    const auto take_round = [&] {
+        if (work.depth == SHALLOW_RING)
+            asm volatile("cp.async.wait_group %0;" ::"n"(SHALLOW_RING - 1) : "memory");
+        else
+            asm volatile("cp.async.wait_group %0;" ::"n"(DEEP_RING - 1) : "memory");
+        uint8_t* slot = slot_at(slot_now);
+        slot_now = next_slot(slot_now);
+        return slot;
+    };
+    // What is older than this step's K and V, nothing in a step writes: rope_kv lets this kernel
+    // start when all before it has ended.
+    enter_far_segment();
+    int ahead = 0;
+    while (ahead < work.depth && fetch_round(first_position)) ahead++;
     __syncthreads();
-    wait_for_predecessor();  // nothing before this is written within a step
+    wait_for_predecessor();
+    for (; ahead < work.depth; ahead++) fetch_round(NO_END);
     for (int at = warp; at < TILES * PIECES; at += WARPS) {
         const int r = at / PIECES, i = at % PIECES;
         uint4 x[2] = {};
@@ -1366,17 +1446,6 @@ DEVICE void attention_tile(const Attention& work) {
     }
     __syncthreads();
 
-    for (int i = 0; i < 2 * TILES; i++) softmax[i][threadIdx.x] = {-INFINITY, 0.0f};
-    for (int n = 0; n < TILES * NEIGHBOURS; n++)
-        total(n / NEIGHBOURS, n % NEIGHBOURS) = make_float4(0, 0, 0, 0);
-    const bool has_columns = warp * COLUMNS < VW && (TILES > 1 || warp * shares / WARPS == share);
-    // First one whose V this thread loads. Columns of the last warp that are not there repeat
-    // others, and their sums are not stored.
-    constexpr bool WHOLE = VW % COLUMNS == 0;
-    int column = warp * COLUMNS + NEIGHBOURS * g;
-    if (!WHOLE) column = min(column, VW - NEIGHBOURS);
-    const bool has_sums = has_columns && (WHOLE || warp * COLUMNS + 2 * NEIGHBOURS * t < VW);
-
     const int n_segments = (tile_pages + SEGMENT_PAGES - 1) / SEGMENT_PAGES;
     int turn = 0;
     for (int segment = blockIdx.z; segment < n_segments; segment += gridDim.z, turn ^= 1) {
@@ -1385,38 +1454,33 @@ DEVICE void attention_tile(const Attention& work) {
 
         // Scores of this warp's keys: slots 2t, 2t + 1 of product n are keys
         // 16 (n / 2) + 4t + 2 (n % 2) and the next one.
-        const int page_of_warp = warp / PAGE_WARPS, first_key = warp % PAGE_WARPS * KEYS;
         float score[TILES][KEYS / 8][4] = {};
         float largest[2 * TILES];  // of rows g + 8 i
         for (int i = 0; i < 2 * TILES; i++) largest[i] = -INFINITY;
         if (page_of_warp < here) {
-            KvPlace from = kv_place<Q8, KW>(keys_of(first_page + page_of_warp),
-                                            first_key + 4 * (g / 2) + g % 2, 8 * t);
-            // Four products at a time, over whole 128-byte lines: H200, 64 rows x 1024 tokens,
-            // 3.6 TB/s, and 2.7 where half lines of eight products are read.
-            Key key[STEPS][LINE];
-            auto fetch_key = [&](int n, int piece, const KvPlace& from) {
-                key[n][piece].load(from, (16 * (n / 2) + 2 * (n % 2)) * KW + 32 * piece);
-            };
-            for (int n = 0; n < STEPS; n++)
-                for (int piece = 0; piece < LINE; piece++) fetch_key(n, piece, from);
             for (int half = 0; half < KEYS / 32; half++)
 #pragma unroll 1
                 for (int i = 0; i < PIECES; i += LINE) {
-                    const int ahead = i + LINE < PIECES ? 32 * LINE : 32 * KW - i * 32;
-                    from = {from.values + ahead * (Q8 ? 1 : 2), from.scales + ahead / 32};
+                    uint8_t* slot = take_round();
+                    Key key[STEPS][LINE];
+                    __half scale[STEPS][LINE];
+                    for (int n = 0; n < STEPS; n++)
+                        for (int piece = 0; piece < LINE; piece++) {
+                            key[n][piece].take(slot, LINE * n + piece);
+                            const int at = (own_key + 2 * (n % 2)) * (KW / 32) + i + piece;
+                            if (Q8) scale[n][piece] = scale_in(slot, n)[at % 2];
+                        }
+                    fetch_round(NO_END);
                     for (int n = 0; n < STEPS; n++)
                         for (int piece = 0; piece < LINE; piece++) {
                             unsigned b[4];
-                            key[n][piece].expand(b);
+                            key[n][piece].expand(b, scale[n][piece]);
                             for (int r = 0; r < TILES; r++) {
                                 float(&sum)[4] = score[r][STEPS * half + n];
                                 const uint4(&a)[2 * PIECES][32] = queries[r];
                                 mma_fragment(sum, a[2 * (i + piece)][lane], b[0], b[1]);
                                 mma_fragment(sum, a[2 * (i + piece) + 1][lane], b[2], b[3]);
                             }
-                            if (half + 1 < KEYS / 32 || i + LINE < PIECES)
-                                fetch_key(n, piece, from);
                         }
                 }
             const int position = (first_page + page_of_warp) * PAGE + first_key + 4 * t;
@@ -1436,15 +1500,6 @@ DEVICE void attention_tile(const Attention& work) {
         if (t == 0)
             for (int i = 0; i < 2 * TILES; i++) warp_largest[turn][warp][g + 8 * i] = largest[i];
 
-        // The first values are on their way while the warps exchange maxima and weights.
-        Value value[AHEAD][4];
-        auto fetch = [&](int step, const KvPlace& from) {
-            for (int k = 0; k < 4; k++)
-                value[step % AHEAD][k].load(from, (16 * (step % STEPS) + k) * KW);
-        };
-        KvPlace values = kv_place<Q8, KW>(values_of(first_page), 4 * t, column);
-        if (has_columns)
-            for (int step = 0; step < AHEAD; step++) fetch(step, values);
         __syncthreads();
 
         if (page_of_warp < here) {
@@ -1482,38 +1537,44 @@ DEVICE void attention_tile(const Attention& work) {
                         o[i / 2][n][e] = __fmul_rn(o[i / 2][n][e], factor);
                 }
             }
-            const bool more = page + 1 < here;
-            const KvPlace next =
-                kv_place<Q8, KW>(values_of(first_page + page + more), 4 * t, column);
-#pragma unroll
-            for (int step = 0; step < STEPS; step++) {
-                unsigned v[4][NEIGHBOURS / 2];
-                for (int k = 0; k < 4; k++) value[step % AHEAD][k].expand(v[k]);
-                uint4 p[TILES];
-                for (int r = 0; r < TILES; r++) {
-                    p[r] = weights[r][page * STEPS + step][lane];
-                    mma_fragment(sum[r], p[r], HALF_ONES, HALF_ONES);
+            const int steps = (last_position - (first_page + page) * PAGE) / 16 + 1;
+            for (int round = 0; round < PAGE_ROUNDS; round++) {
+                uint8_t* slot = take_round();
+                Value value[ROUND_STEPS][4];
+                __half scale[ROUND_STEPS][4];
+                for (int step = 0; step < ROUND_STEPS; step++)
+                    for (int k = 0; k < 4; k++) {
+                        value[step][k].take(slot, 4 * step + k);
+                        const int at = k * (KW / 32) + column / 32;
+                        if (Q8) scale[step][k] = scale_in(slot, 4 * step + k)[at % 2];
+                    }
+                fetch_round(NO_END);
+                for (int i = 0; i < ROUND_STEPS; i++) {
+                    const int step = round * ROUND_STEPS + i;
+                    if (step >= steps) break;  // what is not seen was not fetched
+                    unsigned v[4][NEIGHBOURS / 2];
+                    for (int k = 0; k < 4; k++) value[i][k].expand(v[k], scale[i][k]);
+                    uint4 p[TILES];
+                    for (int r = 0; r < TILES; r++) {
+                        p[r] = weights[r][page * STEPS + step][lane];
+                        mma_fragment(sum[r], p[r], HALF_ONES, HALF_ONES);
+                    }
+                    for (int n = 0; n < NEIGHBOURS; n++) {
+                        const unsigned pick = n % 2 ? 0x7632 : 0x5410;
+                        const unsigned b0 = __byte_perm(v[0][n / 2], v[1][n / 2], pick);
+                        const unsigned b1 = __byte_perm(v[2][n / 2], v[3][n / 2], pick);
+                        for (int r = 0; r < TILES; r++) mma_fragment(o[r][n], p[r], b0, b1);
+                    }
                 }
-                for (int n = 0; n < NEIGHBOURS; n++) {
-                    const unsigned pick = n % 2 ? 0x7632 : 0x5410;
-                    const unsigned b0 = __byte_perm(v[0][n / 2], v[1][n / 2], pick);
-                    const unsigned b1 = __byte_perm(v[2][n / 2], v[3][n / 2], pick);
-                    for (int r = 0; r < TILES; r++) mma_fragment(o[r][n], p[r], b0, b1);
-                }
-                if (step + AHEAD < STEPS)
-                    fetch(step + AHEAD, values);
-                else if (more)
-                    fetch(step + AHEAD, next);
             }
-            values = next;
         }
 
         // Thread (g, t) now holds columns 2 NEIGHBOURS t .. of its warp, rows g + 8 i.
         if (gridDim.z == 1) {
             for (int r = 0; r < TILES; r++) {
-                const float2 up = softmax[2 * r][threadIdx.x].fold(m[2 * r], sum[r][0]);
-                const float2 down = softmax[2 * r + 1][threadIdx.x].fold(m[2 * r + 1], sum[r][2]);
-                for (int n = 0; n < NEIGHBOURS; n++) fold_rows(total(r, n), o[r][n], up, down);
+                const float2 up = softmax[2 * r].fold(m[2 * r], sum[r][0]);
+                const float2 down = softmax[2 * r + 1].fold(m[2 * r + 1], sum[r][2]);
+                for (int n = 0; n < NEIGHBOURS; n++) fold_rows(total[r][n], o[r][n], up, down);
             }
             continue;
         }
@@ -1535,13 +1596,13 @@ DEVICE void attention_tile(const Attention& work) {
     for (int i = 0; i < 2 * TILES; i++) {
         const int row_and_head = place[g + 8 * i];
         if (row_and_head < 0) continue;
-        const float inverse = inverse_sum(softmax[i][threadIdx.x].l);
+        const float inverse = inverse_sum(softmax[i].l);
         const int row_heads = LATENT ? 1 : n_heads;  // of a row of out
         const int row = row_and_head / row_heads;
         const int at = row_and_head % row_heads * VW + warp * COLUMNS + 2 * NEIGHBOURS * t;
         unsigned x[NEIGHBOURS];  // pairs of columns
         for (int n = 0; n < NEIGHBOURS; n += 2) {
-            const float4 a = total(i / 2, n), b = total(i / 2, n + 1);
+            const float4 a = total[i / 2][n], b = total[i / 2][n + 1];
             x[n / 2] = half2_bits(normalised(i % 2 ? a.z : a.x, inverse),
                                   normalised(i % 2 ? b.z : b.x, inverse));
             x[(NEIGHBOURS + n) / 2] = half2_bits(normalised(i % 2 ? a.w : a.y, inverse),
@@ -1570,7 +1631,7 @@ ATTENTION(256, 256, 256, 1, 3)
 // Twice the rows for one reading of K and V: for tiles of a prompt.
 ATTENTION(64_wide, 64, 64, 2, 2)
 ATTENTION(96_wide, 96, 96, 2, 3)
-ATTENTION(128_wide, 128, 128, 2, 4)
+ATTENTION(128_wide, 128, 128, 2, 3)
 // Latent attention: K holds V.
 ATTENTION(320, 320, 256, 1, 2)
 ATTENTION(576, 576, 512, 1, 1)
@@ -2045,7 +2106,8 @@ KERNEL scale_rows(const float* from, uint4* x, float* scale, int cols, int heads
 // One warp holds one head. Moves each value once or twice; rows with slot < 0 write no key.
 KERNEL rope_latent(const float* content, const float* q, const float* kv_a, const float* kv_norm,
                    int q_cols, int kv_cols, int key_dim, const __grid_constant__ Heads work) {
-    follow_predecessor();
+    wait_for_predecessor();
+    let_successor_start();  // when older K and V are there: see attention_tile
     const int row = blockIdx.x, lane = threadIdx.x & 31, head = blockIdx.y * 4 + threadIdx.x / 32;
     const int n_heads = work.n_heads, head_dim = work.head_dim, rank = head_dim - work.rope_dim;
     if (head > n_heads) return;

@@ -174,7 +174,7 @@ ATTENTION_BLOCKS = {(64, 64): 4, (80, 80): 4, (96, 96): 4, (128, 128): 4, (192, 
                     (256, 256): 3, (320, 256): 2, (576, 512): 1}
 ATTENTION_ROWS = 16  # (token, query head) pairs of one attention tile; twice that in a wide one
 ATTENTION_THREADS, LATENT_THREADS = 128, 256  # of a block
-SHALLOW_RING, DEEP_RING, ROUND_BYTES = 2, 5, 128  # see attention_tile in kernels.cu
+SHALLOW_RING, DEEP_RING, ROUND_BYTES = 2, 5, 128  # of a thread; see attention_tile
 WIDEST_HEAD = 128  # for which there are wide tiles
 PROMPT_HEADS = 64, 96, 128, 256  # for which attention_prompt has kernels, with f16
 SEGMENT = 256  # positions under one running softmax

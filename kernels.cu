@@ -34,7 +34,7 @@ DEVICE void wait_for_predecessor() {
 #endif
 }
 // Weights that are read after the wait, on their way to the L2 cache.
-DEVICE void prefetch(const float* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+DEVICE void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 DEVICE void follow_predecessor() {
     let_successor_start();
     wait_for_predecessor();
@@ -1047,32 +1047,25 @@ DEVICE void store_value(const HeadPlace& to, int head_dim, int d, float x) {
         reinterpret_cast<__half*>(to.block + PAGE * head_dim)[at / Q8_BLOCK] = scale;
 }
 
-// How value d of a head turns in `row`: by its pair's angle, with the pair's other value.
+// How value d of a head turns: by its pair's angle, with the pair's other value.
 struct Turn {
-    float cosine, sine;
-    int other;
+    int pair, other;
 };
-DEVICE Turn turn_of(int d, int row, const Heads& work) {
+DEVICE Turn turn_of(int d, const Heads& work) {
     const int pairs = work.rope_dim / 2, distance = work.neox ? pairs : 1;
     const bool first = work.neox ? d < pairs : d % 2 == 0;
-    const int pair = !work.neox ? d / 2 : first ? d : d - pairs;
-    const float* angles = work.angles + int64_t(row) * work.rope_dim + pair;
-    return {angles[0], angles[pairs], first ? d + distance : d - distance};
+    return {!work.neox ? d / 2 : first ? d : d - pairs, first ? d + distance : d - distance};
 }
-DEVICE float rotated(const float* x, int d, Turn turn) {
-    const float turned = x[turn.other] * turn.sine;
-    return x[d] * turn.cosine + (turn.other > d ? -turned : turned);
+DEVICE float rotated(const float* x, int d, int other, float cosine, float sine) {
+    const float turned = x[other] * sine;
+    return x[d] * cosine + (other > d ? -turned : turned);
 }
 
-// qkv f32 [rows, (H + 2 H_kv) D] -> q [rows, H D] f16 (f32 if KV is f32), K and V into their pages.
-// q and k: RMSNorm over the head where norm vectors are given, then rotation of rope_dim values.
-// Gated: D gates follow each head of q; they are left to sigmoid_gate.
-// PRECOND: grid (rows, ceil((H + 2 H_kv) / 4)), 128 threads; D <= 256, for q8 in blocks of 32.
-// One warp holds one head. Moves each value once; rows with slot < 0 write no K and V.
-KERNEL __launch_bounds__(128, 8)
-rope_kv(const float* qkv, const float* q_norm, const float* k_norm, int gated,
-        const __grid_constant__ Heads work) {
-    __shared__ float heads[4][Q8_BLOCK * MOST_BLOCKS];
+// rope_kv for heads of up to BLOCKS times 32 values.
+template <int BLOCKS>
+DEVICE void rope_heads(const float* qkv, const float* q_norm, const float* k_norm, int gated,
+                       const Heads& work) {
+    __shared__ float heads[4][Q8_BLOCK * BLOCKS];
     const int row = blockIdx.x, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const int n_heads = work.n_heads, n_kv_heads = work.n_kv_heads, head_dim = work.head_dim;
     const int head = blockIdx.y * 4 + warp;  // q heads, then k heads, then v heads
@@ -1083,33 +1076,59 @@ rope_kv(const float* qkv, const float* q_norm, const float* k_norm, int gated,
     const int gates = gated * n_heads, pieces = n_heads + gates + 2 * n_kv_heads;
     qkv += (int64_t(row) * pieces + head + min(head * gated, gates)) * head_dim;
     // All that is read is on its way at once: a chain of loads takes longer than moving the bytes.
-    float x[MOST_BLOCKS] = {}, gain[MOST_BLOCKS], sum = 0.0f;
-    Turn turn[MOST_BLOCKS];
-    for (int i = 0; i < MOST_BLOCKS; i++)
-        gain[i] = norm && 32 * i + lane < head_dim ? norm[32 * i + lane] : 1.0f;
-    wait_for_predecessor();
-    let_successor_start();  // when older K and V are there: see attention_tile
-    const int turning = is_v ? 0 : work.rope_dim;
-#pragma unroll
-    for (int i = 0; i < MOST_BLOCKS; i++) {
+    float x[BLOCKS] = {}, gain[BLOCKS], cosine[BLOCKS], sine[BLOCKS], sum = 0.0f;
+    Turn turn[BLOCKS];
+    for (int i = 0; i < BLOCKS; i++) {
         const int d = 32 * i + lane;
-        if (d >= head_dim) break;
-        x[i] = qkv[d];
-        if (d < turning) turn[i] = turn_of(d, row, work);
+        gain[i] = norm && d < head_dim ? norm[d] : 1.0f;
+        turn[i] = turn_of(d, work);
+        asm volatile("" : "+r"(turn[i].pair), "+r"(turn[i].other));  // now, not after the wait
     }
-    for (int i = 0; i < MOST_BLOCKS; i++) sum += x[i] * x[i];
+    const int turning = is_v ? 0 : work.rope_dim;
+    const float *cosines = work.angles + int64_t(row) * work.rope_dim,
+                *sines = cosines + work.rope_dim / 2;
+    asm volatile("" : "+l"(qkv), "+l"(cosines), "+l"(sines));
+    wait_for_predecessor();
+    for (int i = 0; i < BLOCKS; i++) {
+        const int d = 32 * i + lane;
+        if (d < head_dim) x[i] = qkv[d];
+        if (d < turning) cosine[i] = cosines[turn[i].pair], sine[i] = sines[turn[i].pair];
+    }
+    for (int i = 0; i < BLOCKS; i++) sum += x[i] * x[i];
     const float inverse = norm ? rsqrtf(warp_sum(sum) / head_dim + work.eps) : 1.0f;
-    for (int i = 0; i < MOST_BLOCKS; i++) {
+    for (int i = 0; i < BLOCKS; i++) {
         x[i] = x[i] * inverse * gain[i];
         heads[warp][32 * i + lane] = x[i];
     }
     __syncwarp();
-#pragma unroll
-    for (int i = 0; i < MOST_BLOCKS; i++) {
+    for (int i = 0; i < BLOCKS; i++) {
         const int d = 32 * i + lane;
-        if (d >= head_dim) break;
-        store_value(place, head_dim, d, d < turning ? rotated(heads[warp], d, turn[i]) : x[i]);
+        if (d < turning) x[i] = rotated(heads[warp], d, turn[i].other, cosine[i], sine[i]);
     }
+#pragma unroll
+    for (int i = 0; i < BLOCKS && place.format == KV_F16; i++)
+        if (32 * i + lane < head_dim) store_value(place, head_dim, 32 * i + lane, x[i]);
+#pragma unroll
+    for (int i = 0; i < BLOCKS && place.format != KV_F16; i++) {
+        if (32 * i + lane >= head_dim) break;
+        store_value(place, head_dim, 32 * i + lane, x[i]);
+    }
+}
+
+// qkv f32 [rows, (H + 2 H_kv) D] -> q [rows, H D] f16 (f32 if KV is f32), K and V into their pages.
+// q and k: RMSNorm over the head where norm vectors are given, then rotation of rope_dim values.
+// Gated: D gates follow each head of q; they are left to sigmoid_gate.
+// PRECOND: grid (rows, ceil((H + 2 H_kv) / 4)), 128 threads; D <= 256, for q8 in blocks of 32.
+// One warp holds one head. Moves each value once; rows with slot < 0 write no K and V.
+KERNEL __launch_bounds__(128, 8)
+rope_kv(const float* qkv, const float* q_norm, const float* k_norm, int gated,
+        const __grid_constant__ Heads work) {
+    let_successor_start();
+    // The fewer instructions, the fewer are fetched while all wait for them.
+    if (work.head_dim <= Q8_BLOCK * MOST_BLOCKS / 2)
+        rope_heads<MOST_BLOCKS / 2>(qkv, q_norm, k_norm, gated, work);
+    else
+        rope_heads<MOST_BLOCKS>(qkv, q_norm, k_norm, gated, work);
 }
 
 // Relative error 1e-6; 0 for large negative x, where the exponential overflows.
@@ -1134,7 +1153,7 @@ KERNEL silu_mul(const float* gate_up, uint4* x, float* scale, int cols, int stri
 // PRECOND: grid (ceil(page_bytes / 4096), layers), 256 threads; page_bytes a multiple of 16.
 // One thread holds 16 bytes. Moves 2 page_bytes a layer.
 KERNEL copy_page(char* pages, int n_pages, int page_bytes, int source, int target) {
-    follow_predecessor();
+    wait_for_predecessor();  // and no early start: see attention_tile
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= page_bytes / 16) return;
     char* layer = pages + int64_t(blockIdx.y) * n_pages * page_bytes;
@@ -1161,7 +1180,8 @@ KERNEL copy_page(char* pages, int n_pages, int page_bytes, int source, int targe
 constexpr int SEGMENT_PAGES = 4;
 constexpr int ATTENTION_WARPS = SEGMENT_PAGES, LATENT_WARPS = 2 * SEGMENT_PAGES;
 constexpr unsigned HALF_ONES = 0x3c003c00u;
-constexpr int SHALLOW_RING = 2, DEEP_RING = 5;  // rounds: where blocks share a multiprocessor or not
+// Rounds of a ring: where blocks share a multiprocessor, and where one has it for itself.
+constexpr int SHALLOW_RING = 2, DEEP_RING = 5, NO_END = 0x7fffffff;
 
 // 2^x to 22 bits, 0 for -inf. One instruction everywhere: it must give the same bits everywhere.
 DEVICE float exp2_fast(float x) {
@@ -1216,28 +1236,39 @@ DEVICE uint4 weights_of(const float (&even)[4], const float (&odd)[4], const flo
                       pair(odd[0], odd[1], m[0]), pair(odd[2], odd[3], m[1]));
 }
 
-// Values of K or V on their way through shared memory. A thread copies what it will use itself, so
-// no barrier is needed, and lies with its warp side by side. A round is 16 pieces of 8 bytes or 8 of
-// 16, half of that in wide tiles. Those of q8 are half as large, and behind them there is for each
-// token a word that holds its scale.
-constexpr int NO_END = 0x7fffffff;
+// Rows of BYTES of K or V, of consecutive tokens, as they lie in shared memory: so that those that
+// lanes read at once, of K for the slots of a product and of V for those of keys, meet all banks.
+template <int BYTES, bool KEY>
+struct TokenRows {
+    static DEVICE int at(int token, int chunk) {  // of 16 bytes
+        const int row = KEY ? (token & ~6) | (token & 2) << 1 | (token & 4) >> 1
+                            : (token & ~15) | (token & 3) << 2 | (token >> 2 & 3);
+        const int swap = BYTES == 128 ? (row & 1) * 4 + (row & 2) : BYTES == 64 ? row & 2 : 0;
+        return row * BYTES + (chunk ^ swap) * 16;
+    }
+    // A warp copies TOKENS of them, a 16th of them at a time and none behind token `last`. Only
+    // copies past the L1 cache may come before wait_for_predecessor: what it holds may be old.
+    template <int TOKENS>
+    static DEVICE void copy(unsigned to, const char* from, int pitch, int last, int end) {
+        constexpr int CHUNKS = BYTES / 16, AT_ONCE = 32 / CHUNKS;
+        const int lane = threadIdx.x & 31, first = at(lane / CHUNKS, lane % CHUNKS);
+        from += lane / CHUNKS * pitch + min(lane % CHUNKS * 16, end);
+        for (int i = 0; i < TOKENS; i += AT_ONCE) {
+            if (i / 16 * 16 > last) break;
+            const int other = at(i, 0);
+            copy_async<16>(to + (first ^ other % BYTES) + other / BYTES * BYTES, from + i * pitch);
+        }
+    }
+};
 
-// N (4 or 8) neighbouring values of one token as they lie in a page, in a round of a ring that
-// THREADS threads share.
-template <bool Q8, int N, int THREADS>
+// N (4 or 8) neighbouring values of one token.
+template <bool Q8, int N>
 struct Values {
     static constexpr int WORDS = Q8 ? N / 4 : N / 2;
     struct alignas(4 * WORDS) Words { unsigned word[WORDS]; };
     Words raw;
 
-    // Piece i of a round at `slot`.
-    static DEVICE void fetch(uint8_t* slot, int i, const char* block, int at) {
-        copy_async<4 * WORDS>(__cvta_generic_to_shared(place(slot, i)), block + at * (Q8 ? 1 : 2));
-    }
-    static DEVICE Words* place(uint8_t* slot, int i) {
-        return reinterpret_cast<Words*>(slot) + i * THREADS + threadIdx.x;
-    }
-    DEVICE void take(uint8_t* slot, int i) { raw = *place(slot, i); }
+    DEVICE void load(const uint8_t* from) { raw = *reinterpret_cast<const Words*>(from); }
 
     DEVICE void expand(unsigned (&half2s)[N / 2], __half scale) const {
         if constexpr (!Q8) {
@@ -1281,7 +1312,7 @@ struct Attention {
 // PRECOND: grid (tiles, H_kv * shares, splits), 128 threads; tiles int32 (first row, rows, slot,
 // position); rows of a tile * H / H_kv <= 16 TILES; scale = attn_scale * log2(e). Latent: grid
 // (tiles, ceil(H / 16) * shares, splits), 256 threads, and a tile has one row where H > 16.
-// Shared memory: struct Shared, then `depth` rounds of ROUND_BYTES a thread.
+// Shared memory: struct Shared, then `depth` rounds of ROUND_BYTES a warp.
 // Block z holds segments z, z + splits, ... With one split it folds them; with more it stores each
 // in part_values f32 [rows, H, max_segments, VW] and part_states (m, l) for attention_merge.
 // Reads K and V of a tile's context once (latent: V a second time, from the cache); thread (g, t)
@@ -1301,12 +1332,13 @@ DEVICE void attention_tile(const Attention& work) {
     // A round has K of 32 keys, LINE pieces of each: whole 128-byte lines where heads have them
     // (H200, 64 rows x 1024 tokens: 3.6 TB/s, and 2.7 by half lines); or V of ROUND_STEPS steps.
     constexpr int LINE = KW % 64 == 0 && TILES == 1 ? 2 : 1, LINES = PIECES / LINE;
-    constexpr int ROUND_BYTES = 128 / TILES;  // of a thread
-    constexpr int ROUND_STEPS = ROUND_BYTES / 8 / NEIGHBOURS, PAGE_ROUNDS = STEPS / ROUND_STEPS;
+    constexpr int ROUND_BYTES = 4096 / TILES;  // q8: values in the first half, then the scales
+    constexpr int ROUND_STEPS = 16 / NEIGHBOURS / TILES, PAGE_ROUNDS = STEPS / ROUND_STEPS;
     constexpr int KEY_ROUNDS = KEYS / 32 * LINES;  // of a segment
     constexpr int ROWS = 16 * TILES;
-    using Key = Values<Q8, 8, 32 * WARPS>;
-    using Value = Values<Q8, NEIGHBOURS, 32 * WARPS>;
+    constexpr int SIZE = Q8 ? 1 : 2, SCALES = KW / Q8_BLOCK;  // of a token
+    using KeyRows = TokenRows<32 * LINE * SIZE, true>;
+    using ValueRows = TokenRows<COLUMNS * SIZE, false>;
     struct Shared {
         uint4 queries[TILES][2 * PIECES][32];             // A fragments, one uint4 a lane
         uint4 weights[TILES][SEGMENT_PAGES * STEPS][32];  // P, likewise
@@ -1346,11 +1378,9 @@ DEVICE void attention_tile(const Attention& work) {
         visible[threadIdx.x] = token < n_rows && slot >= 0 ? first_position + token : -1;
     }
     const bool has_columns = warp * COLUMNS < VW && (TILES > 1 || warp * shares / WARPS == share);
-    // First one whose V this thread loads. Columns of the last warp that are not there repeat
-    // others, and their sums are not stored.
+    // Some columns of the last warp may not be there: they repeat others, and are not stored.
     constexpr bool WHOLE = VW % COLUMNS == 0;
-    int column = warp * COLUMNS + NEIGHBOURS * g;
-    if (!WHOLE) column = min(column, VW - NEIGHBOURS);
+    const int ending = WHOLE ? COLUMNS * SIZE : min(COLUMNS, VW - warp * COLUMNS) * SIZE - 16;
     const bool has_sums = has_columns && (WHOLE || warp * COLUMNS + 2 * NEIGHBOURS * t < VW);
     const int page_of_warp = warp / PAGE_WARPS, first_key = warp % PAGE_WARPS * KEYS;
     const int own_key = 4 * (g / 2) + g % 2;  // slot g of a product, see `score`
@@ -1366,16 +1396,7 @@ DEVICE void attention_tile(const Attention& work) {
         far_pages = lane < here ? table[first + lane] : 0;
     };
     const auto next_slot = [&](int slot) { return slot + 1 == work.depth ? 0 : slot + 1; };
-    const auto slot_at = [&](int slot) { return ring + slot * ROUND_BYTES * 32 * WARPS; };
-    const auto scale_in = [&](uint8_t* slot, int i) {  // of q8, a word with that of token i
-        return reinterpret_cast<__half*>(slot + (ROUND_BYTES / 2 + 4 * i) * 32 * WARPS) +
-               2 * threadIdx.x;
-    };
-    const auto fetch_scale = [&](uint8_t* slot, int i, const char* block, int at) {
-        if (Q8)
-            copy_async<4>(__cvta_generic_to_shared(scale_in(slot, i)),
-                          block + PAGE * KW + at / Q8_BLOCK / 2 * 4);
-    };
+    const auto slot_at = [&](int slot) { return ring + (slot * WARPS + warp) * ROUND_BYTES; };
     // A round with a position from `end` on is not fetched.
     const auto fetch_round = [&](int end) {
         if (far_round < far_end) {
@@ -1387,27 +1408,22 @@ DEVICE void attention_tile(const Attention& work) {
             if (position + (value_round < 0 ? 32 : 16 * ROUND_STEPS) > end) return false;
             const char* block = layer + int64_t(__shfl_sync(ALL_LANES, far_pages, page)) *
                                             work.n_kv_heads * (LATENT ? 1 : 2) * BLOCK_BYTES;
-            uint8_t* slot = slot_at(far_slot);
+            const unsigned to = __cvta_generic_to_shared(slot_at(far_slot));
+            const int last = last_position - position;
             if (value_round < 0) {
-                const int d = far_round % LINES * LINE * 32 + 8 * t;
-                for (int n = 0; n < STEPS; n++) {
-                    if (position + n / 2 * 16 > last_position) break;
-                    const int at = (token + own_key + 16 * (n / 2) + 2 * (n % 2)) * KW + d;
-                    for (int piece = 0; piece < LINE; piece++)
-                        Key::fetch(slot, LINE * n + piece, block, at + 32 * piece);
-                    fetch_scale(slot, n, block, at);
-                }
+                const int d = far_round % LINES * LINE * 32;
+                KeyRows::template copy<32>(to, block + (token * KW + d) * SIZE, KW * SIZE, last,
+                                           ROUND_BYTES);
             } else {
-                for (int step = 0; step < ROUND_STEPS; step++) {
-                    if (position + step * 16 > last_position) break;
-                    for (int k = 0; k < 4; k++) {
-                        const int at = (token + 16 * step + 4 * t + k) * KW + column;
-                        const char* values = block + (LATENT ? 0 : BLOCK_BYTES);
-                        Value::fetch(slot, 4 * step + k, values, at);
-                        fetch_scale(slot, 4 * step + k, values, at);
-                    }
-                }
+                block += LATENT ? 0 : BLOCK_BYTES;
+                ValueRows::template copy<16 * ROUND_STEPS>(
+                    to, block + (token * KW + warp * COLUMNS) * SIZE, KW * SIZE, last, ending);
             }
+            constexpr int MOST = 32 > 16 * ROUND_STEPS ? 32 : 16 * ROUND_STEPS;
+            for (int i = lane; Q8 && i < MOST * SCALES / 8; i += 32)
+                if (i < (value_round < 0 ? 32 : 16 * ROUND_STEPS) * SCALES / 8)
+                    copy_async<16>(to + ROUND_BYTES / 2 + 16 * i,
+                                   block + PAGE * KW + token * SCALES * 2 + 16 * i);
             if (++far_round == far_end) far_segment += gridDim.z, enter_far_segment();
         }
         asm volatile("cp.async.commit_group;" ::: "memory");
@@ -1420,29 +1436,50 @@ DEVICE void attention_tile(const Attention& work) {
             asm volatile("cp.async.wait_group %0;" ::"n"(SHALLOW_RING - 1) : "memory");
         else
             asm volatile("cp.async.wait_group %0;" ::"n"(DEEP_RING - 1) : "memory");
-        uint8_t* slot = slot_at(slot_now);
+        __syncwarp();
+        const uint8_t* slot = slot_at(slot_now);
         slot_now = next_slot(slot_now);
         return slot;
     };
-    // What is older than this step's K and V, nothing in a step writes: rope_kv lets this kernel
-    // start when all before it has ended.
+    const auto scale_in = [&](const uint8_t* slot, int token, int d) {
+        const auto scales = reinterpret_cast<const __half*>(slot + ROUND_BYTES / 2);
+        return scales[token * SCALES + d / Q8_BLOCK];
+    };
+    // Where in a round this thread finds its values of K's pieces and of V.
+    int key_at[LINE], value_at = NEIGHBOURS * g * SIZE;
+    for (int i = 0; i < LINE; i++)
+        key_at[i] = KeyRows::at(own_key, (32 * i + 8 * t) * SIZE / 16) + 8 * t * SIZE % 16;
+    value_at = ValueRows::at(4 * t, value_at / 16) + value_at % 16;
+    // K and V older than this step: since the step before wrote them, silu_mul or copy_page let
+    // its successor start only when all before it had ended. What is not fetched comes closer.
     enter_far_segment();
+    const int64_t own_page = __shfl_sync(ALL_LANES, far_pages, page_of_warp);
+    for (int at = 128 * lane; at < 2 * BLOCK_BYTES && work.depth == DEEP_RING; at += 32 * 128)
+        prefetch(layer + own_page * work.n_kv_heads * 2 * BLOCK_BYTES + at);
+    constexpr int SHARE = (TILES * PIECES + WARPS - 1) / WARPS;  // of the queries, for a warp
+    uint4 query[SHARE][2] = {};
     int ahead = 0;
-    while (ahead < work.depth && fetch_round(first_position)) ahead++;
-    __syncthreads();
-    wait_for_predecessor();
-    for (; ahead < work.depth; ahead++) fetch_round(NO_END);
-    for (int at = warp; at < TILES * PIECES; at += WARPS) {
-        const int r = at / PIECES, i = at % PIECES;
-        uint4 x[2] = {};
-        for (int j = 0; j < 2; j++) {
-            const int row = 16 * r + g + 8 * j;
-            if (visible[row] >= 0 && (KW % 32 == 0 || 32 * i + 8 * t < KW))
-                x[j] = *reinterpret_cast<const uint4*>(work.q + int64_t(place[row]) * KW + 32 * i +
-                                                       8 * t);
+#pragma unroll 1
+    for (int end = first_position;; end = NO_END) {
+        while (ahead < work.depth && fetch_round(end)) ahead++;
+        if (end == NO_END) break;
+        __syncthreads();
+        wait_for_predecessor();
+        for (int n = 0; n < 2 * SHARE; n++) {
+            const int at = warp + n / 2 * WARPS, i = at % PIECES;
+            const int row = at / PIECES * 16 + g + n % 2 * 8;
+            if (at < TILES * PIECES && visible[row] >= 0 &&
+                (KW % 32 == 0 || 32 * i + 8 * t < KW))
+                query[n / 2][n % 2] = *reinterpret_cast<const uint4*>(
+                    work.q + int64_t(place[row]) * KW + 32 * i + 8 * t);
         }
-        queries[r][2 * i][lane] = make_uint4(x[0].x, x[1].x, x[0].y, x[1].y);
-        queries[r][2 * i + 1][lane] = make_uint4(x[0].z, x[1].z, x[0].w, x[1].w);
+    }
+    for (int n = 0; n < SHARE; n++) {
+        const int at = warp + n * WARPS;
+        const uint4 x = query[n][0], y = query[n][1];
+        if (at >= TILES * PIECES) break;
+        queries[at / PIECES][2 * (at % PIECES)][lane] = make_uint4(x.x, y.x, x.y, y.y);
+        queries[at / PIECES][2 * (at % PIECES) + 1][lane] = make_uint4(x.z, y.z, x.w, y.w);
     }
     __syncthreads();
 
@@ -1458,31 +1495,42 @@ DEVICE void attention_tile(const Attention& work) {
         float largest[2 * TILES];  // of rows g + 8 i
         for (int i = 0; i < 2 * TILES; i++) largest[i] = -INFINITY;
         if (page_of_warp < here) {
-            for (int half = 0; half < KEYS / 32; half++)
+#pragma unroll 1
+            for (int half = 0; half < KEYS / 32; half++) {
 #pragma unroll 1
                 for (int i = 0; i < PIECES; i += LINE) {
-                    uint8_t* slot = take_round();
-                    Key key[STEPS][LINE];
+                    const uint8_t* slot = take_round();
+                    Values<Q8, 8> key[STEPS][LINE];
                     __half scale[STEPS][LINE];
                     for (int n = 0; n < STEPS; n++)
                         for (int piece = 0; piece < LINE; piece++) {
-                            key[n][piece].take(slot, LINE * n + piece);
-                            const int at = (own_key + 2 * (n % 2)) * (KW / 32) + i + piece;
-                            if (Q8) scale[n][piece] = scale_in(slot, n)[at % 2];
+                            const int token = 16 * (n / 2) + 2 * (n % 2);
+                            key[n][piece].load(slot + key_at[piece] + KeyRows::at(token, 0));
+                            if (Q8) scale[n][piece] = scale_in(slot, own_key + token, 32 * (i + piece));
                         }
+                    __syncwarp();
                     fetch_round(NO_END);
                     for (int n = 0; n < STEPS; n++)
                         for (int piece = 0; piece < LINE; piece++) {
                             unsigned b[4];
                             key[n][piece].expand(b, scale[n][piece]);
                             for (int r = 0; r < TILES; r++) {
-                                float(&sum)[4] = score[r][STEPS * half + n];
+                                float(&sum)[4] = score[r][n];
                                 const uint4(&a)[2 * PIECES][32] = queries[r];
                                 mma_fragment(sum, a[2 * (i + piece)][lane], b[0], b[1]);
                                 mma_fragment(sum, a[2 * (i + piece) + 1][lane], b[2], b[3]);
                             }
                         }
                 }
+                // The halves change places: after two they are in order.
+                for (int i = 0; i < TILES * STEPS * 4 && KEYS > 32; i++) {
+                    float(&now)[4] = score[i / (4 * STEPS)][i / 4 % STEPS];
+                    float(&other)[4] = score[i / (4 * STEPS)][(STEPS + i / 4 % STEPS) % (KEYS / 8)];
+                    const float x = now[i % 4];
+                    now[i % 4] = other[i % 4];
+                    other[i % 4] = x;
+                }
+            }
             const int position = (first_page + page_of_warp) * PAGE + first_key + 4 * t;
             for (int i = 0; i < 2 * TILES; i++) {
                 const int last = visible[g + 8 * i];
@@ -1523,9 +1571,8 @@ DEVICE void attention_tile(const Attention& work) {
         // product n is column NEIGHBOURS * g + n of this warp.
         float sum[TILES][4] = {}, o[TILES][NEIGHBOURS][4] = {}, m[2 * TILES];
         for (int i = 0; i < 2 * TILES; i++) m[i] = -INFINITY;
-#pragma unroll
-        for (int page = 0; page < SEGMENT_PAGES; page++) {
-            if (page >= here) break;
+#pragma unroll 1
+        for (int page = 0; page < here; page++) {
             for (int i = 0; i < 2 * TILES; i++) {
                 const float before = m[i];
                 for (int w = page * PAGE_WARPS; w < (page + 1) * PAGE_WARPS; w++)
@@ -1538,32 +1585,35 @@ DEVICE void attention_tile(const Attention& work) {
                 }
             }
             const int steps = (last_position - (first_page + page) * PAGE) / 16 + 1;
+#pragma unroll 1
             for (int round = 0; round < PAGE_ROUNDS; round++) {
-                uint8_t* slot = take_round();
-                Value value[ROUND_STEPS][4];
+                const uint8_t* slot = take_round();
+                Values<Q8, NEIGHBOURS> value[ROUND_STEPS][4];
                 __half scale[ROUND_STEPS][4];
-                for (int step = 0; step < ROUND_STEPS; step++)
-                    for (int k = 0; k < 4; k++) {
-                        value[step][k].take(slot, 4 * step + k);
-                        const int at = k * (KW / 32) + column / 32;
-                        if (Q8) scale[step][k] = scale_in(slot, 4 * step + k)[at % 2];
-                    }
+                for (int i = 0; i < 4 * ROUND_STEPS; i++) {
+                    const int token = 16 * (i / 4) + i % 4;
+                    value[i / 4][i % 4].load(slot + value_at + ValueRows::at(token, 0));
+                    if (Q8)
+                        scale[i / 4][i % 4] = scale_in(slot, token + 4 * t,
+                                                       warp * COLUMNS + NEIGHBOURS * g);
+                }
+                __syncwarp();
                 fetch_round(NO_END);
+                uint4 p[ROUND_STEPS][TILES];
+                for (int i = 0; i < ROUND_STEPS * TILES; i++)
+                    p[i / TILES][i % TILES] =
+                        weights[i % TILES][page * STEPS + round * ROUND_STEPS + i / TILES][lane];
                 for (int i = 0; i < ROUND_STEPS; i++) {
-                    const int step = round * ROUND_STEPS + i;
-                    if (step >= steps) break;  // what is not seen was not fetched
+                    if (round * ROUND_STEPS + i >= steps) break;  // not seen, so not fetched
                     unsigned v[4][NEIGHBOURS / 2];
                     for (int k = 0; k < 4; k++) value[i][k].expand(v[k], scale[i][k]);
-                    uint4 p[TILES];
-                    for (int r = 0; r < TILES; r++) {
-                        p[r] = weights[r][page * STEPS + step][lane];
-                        mma_fragment(sum[r], p[r], HALF_ONES, HALF_ONES);
-                    }
+                    for (int r = 0; r < TILES; r++)
+                        mma_fragment(sum[r], p[i][r], HALF_ONES, HALF_ONES);
                     for (int n = 0; n < NEIGHBOURS; n++) {
                         const unsigned pick = n % 2 ? 0x7632 : 0x5410;
                         const unsigned b0 = __byte_perm(v[0][n / 2], v[1][n / 2], pick);
                         const unsigned b1 = __byte_perm(v[2][n / 2], v[3][n / 2], pick);
-                        for (int r = 0; r < TILES; r++) mma_fragment(o[r][n], p[r], b0, b1);
+                        for (int r = 0; r < TILES; r++) mma_fragment(o[r][n], p[i][r], b0, b1);
                     }
                 }
             }
@@ -1820,7 +1870,7 @@ KERNEL __launch_bounds__(512)
 attention_merge(const float* part_values, const float2* part_states, uint4* out,
                 const int* positions, const int* slots, int max_segments, int stride,
                 int value_dim, int row_heads) {
-    constexpr int BATCH = 16;  // segments on their way at once
+    constexpr int BATCH = 32;  // segments on their way while as many are folded
     follow_predecessor();
     const int row = blockIdx.x, row_and_head = row * gridDim.y + blockIdx.y;
     const int lane = threadIdx.x & 31;
@@ -1829,16 +1879,24 @@ attention_merge(const float* part_values, const float2* part_states, uint4* out,
     const int64_t first = int64_t(row_and_head) * max_segments;
     Softmax softmax = {-INFINITY, 0.0f};
     float total = 0.0f;
-    for (int start = 0; start < n_segments; start += BATCH) {
-        const int n = min(BATCH, n_segments - start);
+    float2 next_state;
+    float next[BATCH];
+    const auto fetch = [&](int start) {
         const int64_t at = first + start;
         // Lane i of every warp holds the state of segment i.
-        const float2 state = lane < n ? part_states[at + lane] : make_float2(-INFINITY, 0.0f);
-        float value[BATCH];
+        next_state = start + lane < n_segments ? part_states[at + lane]
+                                               : make_float2(-INFINITY, 0.0f);
         for (int i = 0; i < BATCH; i++)
-            value[i] = i < n ? part_values[(at + i) * value_dim + column] : 0.0f;
+            next[i] = start + i < n_segments ? part_values[(at + i) * value_dim + column] : 0.0f;
+    };
+    fetch(0);
+    for (int start = 0; start < n_segments; start += BATCH) {
+        const float2 state = next_state;
+        float value[BATCH];
+        for (int i = 0; i < BATCH; i++) value[i] = next[i];
+        fetch(start + BATCH);
         for (int i = 0; i < BATCH; i++) {
-            if (i >= n) break;
+            if (start + i >= n_segments) break;
             const float2 factors = softmax.fold(__shfl_sync(ALL_LANES, state.x, i),
                                                 __shfl_sync(ALL_LANES, state.y, i));
             total = fold_value(total, value[i], factors);
@@ -2106,8 +2164,7 @@ KERNEL scale_rows(const float* from, uint4* x, float* scale, int cols, int heads
 // One warp holds one head. Moves each value once or twice; rows with slot < 0 write no key.
 KERNEL rope_latent(const float* content, const float* q, const float* kv_a, const float* kv_norm,
                    int q_cols, int kv_cols, int key_dim, const __grid_constant__ Heads work) {
-    wait_for_predecessor();
-    let_successor_start();  // when older K and V are there: see attention_tile
+    follow_predecessor();
     const int row = blockIdx.x, lane = threadIdx.x & 31, head = blockIdx.y * 4 + threadIdx.x / 32;
     const int n_heads = work.n_heads, head_dim = work.head_dim, rank = head_dim - work.rope_dim;
     if (head > n_heads) return;
@@ -2121,7 +2178,10 @@ KERNEL rope_latent(const float* content, const float* q, const float* kv_a, cons
     for (int d = lane; is_key && d < rank; d += 32) sum += plain[d] * plain[d];
     const float inverse = rsqrtf(warp_sum(sum) / rank + work.eps);
     for (int d = lane; d < head_dim; d += 32) {
-        float value = d < rank ? plain[d] : rotated(turned, d - rank, turn_of(d - rank, row, work));
+        const Turn turn = turn_of(max(d - rank, 0), work);
+        const float* angle = work.angles + int64_t(row) * work.rope_dim + turn.pair;
+        float value = d < rank ? plain[d] : rotated(turned, d - rank, turn.other, angle[0],
+                                                    angle[work.rope_dim / 2]);
         if (is_key && d < rank) value *= inverse * kv_norm[d];
         store_value(place, head_dim, d, value);
     }

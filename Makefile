@@ -95,7 +95,7 @@ test-emulated: test-venv  ## the same in an emulator on the CPU (g++, x86-64): h
 
 # One case of each kind: the tools slow a kernel down a hundredfold.
 SANITIZED := small or linear_blocks and Q4_K or test_sample and 509 or rmsnorm and 100 or \
-    silu_mul and 96 or copy_page or \
+    linear_silu and (96 or 160) or copy_page or \
     test_attention and 96-1-3 or sigmoid_gate and 64-3-2 or rmsnorm_f32 and 64-64 or \
     scale_rows and 240 or (rope_latent or test_latent_attention) and 256-4 and not bits or \
     test_route and (deepseek3 or broken) or test_linear_experts and (96 or 160) or \

@@ -28,7 +28,8 @@ def error_object(error):
     status = getattr(error, "status", 400 if is_model else 500)
     kind = "invalid_request_error" if status < 500 else "server_error"
     return status, {"error": {"message": str(error), "type": kind, "param": None,
-                              "code": "model_error" if is_model else kind, **vars(error)}}
+                              "code": "model_error" if is_model else kind, "status": status,
+                              **vars(error)}}
 
 
 # ---- JSON ------------------------------------------------------------------------------------
@@ -95,7 +96,9 @@ class Order:
         self.max_tokens = get("max_completion_tokens", int, get("max_tokens", int))
         self.ignore_eos = get("ignore_eos", bool, False)
         self.stream = get("stream", bool, False)
-        self.include_usage = get("stream_options", dict, {}).get("include_usage") is True
+        get("stream_options", dict)
+        self.include_usage = get("stream_options.include_usage", bool, False)
+        get("stream_options.include_obfuscation", bool)  # pads events against listeners; not here
         if is_chat:
             self.logprobs = get("logprobs", bool, False)
             self.top_logprobs = get("top_logprobs", int, 0, MOST_TOP_LOGPROBS)
@@ -110,10 +113,9 @@ class Order:
         self.prompt = (self.read_chat if is_chat else self.read_prompt)(server)  # token ids
 
     def get(self, name, kind, default=None, most=None):
-        value = self.body.get(name)
+        value = of_kind(kind, chat.field(self.body, *name.split(".")), name)
         if value is None:
             return default
-        require(type(value) is kind, f"{name} must be {KINDS[kind]}", param=name)
         require(most is None or 0 <= value <= most, f"{name} must be 0 to {most}", param=name)
         return value
 
@@ -156,16 +158,24 @@ class Order:
         """The tools as given, None where the model is not to call any."""
         tools, choice = self.get("tools", list, []), self.body.get("tool_choice")
         require(len(tools) <= MOST_TOOLS, f"at most {MOST_TOOLS} tools are allowed", param="tools")
-        for tool in tools:
+        for index, tool in enumerate(tools):
             named = chat.is_name(chat.field(tool, "function", "name"))
             require(named and tool.get("type") == "function",
                     'a tool is {"type": "function", "function": {"name": NAME, '
                     '"parameters": JSON SCHEMA}}', param="tools")
+            for name, kind in (("description", str), ("parameters", dict), ("strict", bool)):
+                of_kind(kind, tool["function"].get(name), f"tools[{index}].function.{name}")
         supported(choice in (None, "auto", "none"),
                   'a call cannot be enforced; say "auto" or "none"', "tool_choice")
         supported(self.style.tools or not tools,
                   "the template of this model knows no tools; leave them out", "tools")
         return tools if tools and choice != "none" else None
+
+
+def of_kind(kind, value, name):
+    """`value`, if it is None or of this kind. RequestError."""
+    require(value is None or type(value) is kind, f"{name} must be {KINDS[kind]}", param=name)
+    return value
 
 
 def check_size(texts, param, server):

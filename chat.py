@@ -79,7 +79,7 @@ def prepared_message(message, where, deepseek):
         check(all(field(part, "type") == "text" and isinstance(field(part, "text"), str)
                   for part in content), f'{where}.content may hold parts of type "text" only')
         message["content"] = "\n".join(part["text"] for part in content)
-    for key in "content", "reasoning_content", "tool_call_id":
+    for key in "content", "reasoning_content", "tool_call_id", "refusal":
         check(isinstance(message.get(key, ""), str), f"{where}.{key} must be text")
     check(is_name(message.get("name", "none")), f"{where}.name must be {NAMES}")
     check(isinstance(calls, list) and (role == "assistant" or not calls),
@@ -94,6 +94,8 @@ def prepared_message(message, where, deepseek):
 
 def prepared_call(call, where, as_text):
     name, arguments = (field(call, "function", key) for key in ("name", "arguments"))
+    check(isinstance(field(call, "id"), str | None), f"{where}.id must be text")
+    check(field(call, "type") in (None, "function"), f'{where}.type must be "function"')
     check(is_name(name), f"{where}.function.name must be {NAMES}")
     check(isinstance(arguments, str), f"{where}.function.arguments must be JSON text")
     with contextlib.suppress(ValueError):  # some model's mistake: the template shows it as it is

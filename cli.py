@@ -26,13 +26,14 @@ except KeyboardInterrupt:
     sys.exit(stopped())
 
 
-def main(argv=None):
-    """Run the command that `argv` names; returns the exit code."""
+def main(argv=None, parser=None):
+    """Run the command that `argv` names, as `parser` (default: build_parser()) reads it; returns
+    the exit code."""
     sys.stdout, sys.stderr = (s or open(os.devnull, "w") for s in (sys.stdout, sys.stderr))
     sys.stdout.reconfigure(errors="replace")  # what the terminal cannot spell becomes "?"
     try:
         try:
-            args = build_parser().parse_args(argv)
+            args = (parser or build_parser()).parse_args(argv)
             return args.run(args) or 0
         finally:
             sys.stdout.flush()
@@ -251,8 +252,18 @@ def run_tokenize(args):
 
 
 def run_bench(args):
-    require(bool(args.model) != bool(args.serve),
+    default = vars(build_parser().parse_args(["bench"]))
+    given = {"--" + name.replace("_", "-") for name, value in vars(args).items()
+             if value != default[name]}
+    require(args.model or args.serve,
             "give either a model with -m FILE or a running server with --serve URL")
+    of_servers, of_rows = {"--serve", "--users", "--api-key"}, {
+        "--rows", "--profile", "--evidence", "--synthetic-acceptance"}
+    unused = (given - of_servers - {"--json"} if args.serve else
+              given & (of_servers | of_rows if args.prompts else of_servers))
+    what = "a server" if args.serve else "prompts" if args.prompts else "a model"
+    require(not unused, f"a bench of {what} makes no use of {', '.join(sorted(unused))}; leave "
+            "that out, or see leone.py bench --help")
     if args.serve:
         return tools.bench_server(args.serve, args.users, args.api_key, args.json)
     require(0 <= (args.synthetic_acceptance or 0) <= 1, "--synthetic-acceptance must be 0 to 1")

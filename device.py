@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from gguf import quants
+from gguf import GGMLQuantizationType, quants
 
 from errors import DeviceError
-from kv import GRAPH_SIZES, PAGE, Batch, state_layout
+from kv import GRAPH_SIZES, PAGE, PARTS_LIMIT, ROW_ARRAYS, Batch, state_layout
 from sampling import SLICE
 
 try:
@@ -178,7 +178,6 @@ SHALLOW_RING, DEEP_RING, ROUND_BYTES = 2, 5, 128  # of a thread; see attention_t
 WIDEST_HEAD = 128  # for which there are wide tiles
 PROMPT_HEADS = 64, 96, 128, 256  # for which attention_prompt has kernels, with f16
 SEGMENT = 256  # positions under one running softmax
-PARTS_LIMIT = 1 << 28  # bytes of scratch for segments that wait to be merged
 ROW_VALUES = 12  # of a thread of the kernels that hold a row in a block, while there are threads
 SAMPLE_THREADS, SAMPLE_STATE_BYTES, SAMPLE_SLICE_BYTES = 512, 39016, 16  # as in kernels.cu
 DELTA_DIM, MOST_TAPS = 128, 4  # of the gated delta net: values of a head, width of convolution
@@ -211,6 +210,11 @@ def packing_of(tensor):
     return tensor.type.name if tensor.type.name in PACKINGS else "F16"
 
 
+def as_f32(tensor):
+    data = quants.dequantize(np.asarray(tensor.data).reshape(*tensor.shape[:-1], -1), tensor.type)
+    return replace(tensor, type=GGMLQuantizationType.F32, data=data.reshape(-1).view(np.uint8))
+
+
 def packed_bytes(format, rows, cols):
     """Bytes of `rows` rows in whole tiles of TILE_ROWS."""
     words, part_bytes = PACKINGS[format]
@@ -237,6 +241,7 @@ class Matrix:
     rows: int
     cols: int
     count: int
+    gated: bool = False  # its tiles hold eight rows of gate and eight of up: see linear_silu
 
     def first(self, rows):
         """Its first rows, of the first block."""
@@ -364,6 +369,8 @@ class Device:
         self.graphs = {}  # key -> (graph, result), None before its capture
         self.adjustments = None  # sampling.ADJUSTMENT [slots, n_vocab], from the first penalty on
         self.page_table = None  # what the device's copy holds
+        # the last kv.Batch, the same with Buffers, where it lies, and its arrays in one piece
+        self.uploaded = None, None, None, None
         with contextlib.ExitStack() as self.opened:  # what was opened is closed if a call fails
             context = call("cuDevicePrimaryCtxRetain", self.card)
             self.opened.callback(call, "cuDevicePrimaryCtxRelease", self.card)
@@ -376,8 +383,9 @@ class Device:
             # pinned memory for results on their way to the host, taken in turn
             self.landings = itertools.cycle([
                 (self.open("cuEventCreate", 0, undo="cuEventDestroy"),
-                 int(self.open("cuMemAllocHost", LANDING_BYTES, undo="cuMemFreeHost")))
-                for _ in range(4)])
+                 (ctypes.c_byte * LANDING_BYTES).from_address(int(
+                     self.open("cuMemAllocHost", LANDING_BYTES, undo="cuMemFreeHost"))))
+                for _ in range(16)])  # more than a draft has rounds
             self.opened.callback(self.free_all)
             self.opened = self.opened.pop_all()
         self.single_rows = self.longest_span = 0  # of the batch: sequences of one row in front
@@ -509,11 +517,12 @@ class Device:
 
     # ---- loading -----------------------------------------------------------------------------
 
-    def matrix(self, tensors, bias=None):
+    def matrix(self, tensors, bias=None, norm=None):
         """Stack the row blocks `tensors`, each [rows, cols], with an optional bias [rows].
 
         Weights keep their format; one that has no kernel becomes F16. Neighbours of one format are
-        packed together. Tensors [experts, rows, cols] give a stack for each expert.
+        packed together. Tensors [experts, rows, cols] give a stack for each expert. norm: see
+        gated.
         """
         stack = [tensor.parts() for tensor in tensors]
         count, rows = len(stack[0]), sum(parts[0].shape[0] for parts in stack)
@@ -522,9 +531,11 @@ class Device:
             raise DeviceError(f"the CUDA kernels read four columns at a time, and a matrix of this "
                               f"model has {cols}: use --backend cpu")
         weight_scale = self.alloc(4 * count * rows, "weights").view((count, rows), np.float32)
+        squares = self.buffer("repack", (count, rows), np.float32)
 
         def block_of(parts):  # the same for neighbours of one format that fill whole tiles
-            return packing_of(parts[0]), parts[0].shape[0] % TILE_ROWS and id(parts)
+            alone = norm is None and parts[0].shape[0] % TILE_ROWS
+            return packing_of(parts[0]), alone and id(parts)
 
         blocks, row = [], 0
         for (format, _), members in itertools.groupby(stack, block_of):
@@ -533,37 +544,68 @@ class Device:
             nbytes = packed_bytes(format, height, cols)
             packed = self.alloc(count * nbytes, "weights")
             for expert in range(count):
-                first = 0
-                for tensor in (parts[expert] for parts in members):
-                    at = expert * nbytes + packed_bytes(format, first, cols)
-                    self.repack(tensor, packed.at(at),
-                                weight_scale.at(4 * (expert * rows + row + first)))
-                    first += tensor.shape[0]
+                first, every = 0, [parts[expert] for parts in members]
+                for together in [every] if norm else zip(every):
+                    at = 4 * (expert * rows + row + first)
+                    self.repack(together,
+                                packed.at(expert * nbytes + packed_bytes(format, first, cols)),
+                                weight_scale.at(at), norm, squares.at(at))
+                    first += together[0].shape[0]
             blocks.append(RowBlock(packed, format, height))
             row += height
         role = ".".join(tensors[0].name.split(".")[-2:])
         return Matrix(role, tuple(blocks), weight_scale,
-                      None if bias is None else self.vector(bias), rows, cols, count)
+                      None if bias is None else self.vector(bias), rows, cols, count, bool(norm))
 
     experts = matrix
 
-    def repack(self, tensor, packed, weight_scale):
-        """Bring a tensor to the card in pieces, and into packed order there."""
+    def gated(self, gate_up, down, norm):
+        """(gate_up, down): matrices for linear_silu and for what takes its result. `gate_up` is one
+        tensor or two, with rows of gate, then of up; `norm` the vector of the RMSNorm before them.
+
+        A power of two for each expert multiplies up and divides down. It brings into [2^14, 2^15)
+        what no silu(gate) * up exceeds: the largest cols * |gate row| * |up row|, columns times
+        `norm`, since before those the length of an RMSNorm's result is at most sqrt(cols). Usual
+        values lie 2^12 to 2^17 below; f16 keeps all its bits down to 2^-14.
+        """
+        rows = sum(tensor.shape[-2] for tensor in gate_up)
+        if rows % TILE_ROWS:
+            raise DeviceError(f"the CUDA kernels take feed-forward networks whose width is a "
+                              f"multiple of 8, not {rows // 2}: use --backend cpu")
+        if len({tensor.type for tensor in gate_up}) > 1:  # a tile has one format: F16
+            gate_up = [as_f32(tensor) for tensor in gate_up]
+        gate_up, down = self.matrix(gate_up, norm=norm), self.matrix(down)
+        in_tiles = gate_up.count, -1, 2, TILE_ROWS // 2
+        squares = self.buffer("repack", gate_up.weight_scale.shape, np.float32)
+        lengths = np.sqrt(self.download(squares).astype(np.float64)).reshape(in_tiles)
+        most = gate_up.cols * lengths.prod(axis=2).max(axis=(1, 2))
+        factor = np.ldexp(np.float32(1), np.clip(15 - np.frexp(most)[1], -100, 100))
+        scale = self.download(gate_up.weight_scale).reshape(in_tiles)
+        scale[:, :, 1] *= factor[:, None, None]
+        self.write(gate_up.weight_scale, scale)
+        self.write(down.weight_scale, self.download(down.weight_scale) / factor[:, None])
+        return gate_up, down
+
+    def repack(self, tensors, packed, weight_scale, norm, squares):
+        """Bring a tensor, or gate and up, to the card in pieces, and into packed order there."""
         self.launch_early = False  # these kernels wait for none before them
-        rows, cols = tensor.shape
-        source = np.asarray(tensor.data).reshape(rows, -1)
-        format = tensor.type.name
-        native = format in PACKINGS or format in REPACKED_AS_F16
-        row_bytes = source[0].nbytes if native else 4 * cols
-        step = max(STAGING_BYTES // row_bytes // TILE_ROWS, 1) * TILE_ROWS
-        raw = self.buffer("repack", (max(step * row_bytes, STAGING_BYTES),), np.uint8)
-        for first in range(0, rows, step):
-            part = source[first:first + step]
-            self.write(raw, part if native else quants.dequantize(part, tensor.type))
-            self.launch(f"linear_repack_{format if native else 'F32'}",
-                        (-(-len(part) // TILE_ROWS),), REPACK_THREADS,
-                        (raw, packed.at(packed_bytes(packing_of(tensor), first, cols)),
-                         weight_scale.at(4 * first), len(part), cols))
+        type_, cols, n = tensors[0].type, tensors[0].shape[1], 2 if norm else 1
+        sources = [part for tensor in tensors for part in np.split(
+            np.asarray(tensor.data).reshape(tensor.shape[0], -1), n // len(tensors))]
+        native = type_.name in PACKINGS or type_.name in REPACKED_AS_F16
+        row_bytes = sources[0].shape[1] if native else 4 * cols
+        step = max(STAGING_BYTES // row_bytes // TILE_ROWS, 1) * TILE_ROWS // n
+        raw = self.buffer("repack", (max(n * step * row_bytes, STAGING_BYTES),), np.uint8)
+        for first in range(0, len(sources[0]), step):
+            parts = [source[first:first + step] for source in sources]
+            rows, first = n * len(parts[0]), n * first
+            for i, part in enumerate(parts):
+                self.write(raw.at(i * len(part) * row_bytes),
+                           part if native else quants.dequantize(part, type_))
+            self.launch(f"linear_repack_{type_.name if native else 'F32'}",
+                        (-(-rows // TILE_ROWS),), REPACK_THREADS,
+                        (raw, packed.at(packed_bytes(packing_of(tensors[0]), first, cols)),
+                         weight_scale.at(4 * first), rows, cols, norm, squares.at(4 * first)))
 
     def vector(self, array):
         return self.upload(np.asarray(array, np.float32), "weights")
@@ -594,29 +636,37 @@ class Device:
 
     # ---- steps: upload, run, fetch -----------------------------------------------------------
 
+    state_interval = 4  # decoded tokens between two writes of a recurrent state
     steps_ahead = 1  # steps that may be launched before the tokens of the last are read
     captures = True  # decode batches are padded to a bucket and replayed as a graph
 
     def upload_batch(self, batch):
-        """A kv.Batch whose fields are Buffers, copied into fixed places in stream order."""
-        fields = {name: array for name, array in vars(batch).items() if name != "page_table"}
-        packed = np.concatenate([array.reshape(-1) for array in fields.values()])
+        """A kv.Batch whose fields are Buffers, copied into fixed places in stream order. One that
+        comes again has gone on in place since, see Batch.advance."""
+        if batch is not self.uploaded[0]:
+            self.place_batch(batch)
+        _, on_device, block, packed = self.uploaded
+        self.write(block, packed)
+        return on_device
+
+    def place_batch(self, batch):
         # Worth 7% of a step of 1 row and 3% of 8 (8B on an H200); at 64 rows it costs 10%, since
         # waiting blocks take room, and an eager launch takes Python longer.
         self.launch_early = self.arch >= 90 and len(batch.tokens) <= FEW_ROWS
         lengths = np.append(batch.spans[:, 1], 2)
         self.single_rows, self.longest_span = int(np.argmax(lengths > 1)), int(lengths.max())
-        block = self.buffer("batch", packed.shape, np.int32)
-        self.write(block, packed)
         table = self.buffer("page_table", batch.page_table.shape, np.int32)
         if not np.array_equal(self.page_table, batch.page_table):
-            self.page_table = batch.page_table.copy()
+            self.page_table = batch.page_table
             self.write(table, self.page_table)
-        at = 0
-        for name, array in fields.items():
-            fields[name] = block.view(array.shape, offset=at)
-            at += array.nbytes
-        return Batch(**fields, page_table=table)
+        packed = np.concatenate([getattr(batch, name).ravel() for name in ROW_ARRAYS])
+        block, fields, at = self.buffer("batch", packed.shape, np.int32), {}, 0
+        for name in ROW_ARRAYS:
+            array = getattr(batch, name)
+            setattr(batch, name, packed[at:at + array.size].reshape(array.shape))
+            fields[name] = Buffer(block.ptr + 4 * at, array.shape, block.dtype)
+            at += array.size
+        self.uploaded = batch, Batch(**fields, page_table=table), block, packed
 
     def upload_draws(self, draws):
         """sampling.ROW records [rows], one per row of logits, in a fixed buffer."""
@@ -662,22 +712,21 @@ class Device:
         self.graphs = {}
 
     def fetch(self, buffers):
-        """Start copying `buffers` to the host; the returned function waits and gives arrays."""
-        if sum(padded(buffer.nbytes, 16) for buffer in buffers) > LANDING_BYTES:
+        """Start copying `buffers`, which lie close behind each other, to the host; the returned
+        function waits and gives arrays."""
+        start, end = buffers[0].ptr, buffers[-1].ptr + buffers[-1].nbytes
+        if end - start > LANDING_BYTES:
             downloaded = [self.download(buffer) for buffer in buffers]
             return lambda: downloaded
-        event, address = next(self.landings)
-        arrays = []
-        for buffer in buffers:
-            call("cuMemcpyDtoHAsync", address, buffer.ptr, buffer.nbytes, self.stream)
-            raw = (ctypes.c_byte * buffer.nbytes).from_address(address)
-            arrays.append(np.frombuffer(raw, buffer.dtype).reshape(buffer.shape))
-            address += padded(buffer.nbytes, 16)
+        event, landing = next(self.landings)
+        call("cuMemcpyDtoHAsync", ctypes.addressof(landing), start, end - start, self.stream)
         call("cuEventRecord", event, self.stream)
 
         def wait():
             call("cuEventSynchronize", event)
-            return [array.copy() for array in arrays]
+            return [np.frombuffer(landing, buffer.dtype, math.prod(buffer.shape),
+                                  buffer.ptr - start).reshape(buffer.shape).copy()
+                    for buffer in buffers]
         return wait
 
     def stored_bytes(self, tensor):
@@ -778,6 +827,16 @@ class Device:
         self.multiply(x, w, y)
         return y
 
+    def linear_silu(self, x, w, routes=None):
+        """x [rows, F] = silu(gate) * up of x W^T, rows of gate first, with `routes` for each row
+        and each of its experts, see linear_experts. Made by `gated`, w needs no scale of rows.
+        """
+        rows, cols = routes.pairs.shape[0] if routes else x.rows, w.rows // 2
+        # The columns that pad it are never written: scratch starts as zeros.
+        y = self.buffer(f"linear_silu_{cols}", (padded(rows, 8), padded(cols, 128)), np.float16)
+        self.multiply(x, w, y, items=routes and self.items_of(x, routes))
+        return Activations(y, None, rows, cols)
+
     def linear_add(self, x, w, h):
         """h += x W^T (+ bias), in place."""
         self.multiply(x, w, h, add=True)
@@ -789,6 +848,7 @@ class Device:
         """
         if not x.rows:  # a chunk of a prompt wants no logits
             return
+        assert w.gated == (y.dtype == np.float16)
         tile, n_items, *rest = items or (None, 0)
         column = 0
         for i in range(0, len(w.blocks), STACK):
@@ -799,7 +859,7 @@ class Device:
             stack = lambda values: (*values, *(None,) * (STACK - len(blocks)))
             self.launch(name, grid, threads, (
                 x.data, x.scale, w.weight_scale.at(4 * column), w.bias and w.bias.at(4 * column),
-                y.at(4 * column), x.rows, w.rows, chunks_of(w.cols), add,
+                y.at(4 * column), x.rows, w.rows, chunks_of(w.cols), add, w.gated,
                 *stack(b.packed for b in blocks), *stack(b.rows for b in blocks), *stack(shares),
                 sum(FORMAT_NUMBERS[b.format] << 8 * j for j, b in enumerate(blocks)), *rest), smem)
             column += sum(b.rows for b in blocks)
@@ -909,9 +969,10 @@ class Device:
         splits = self.attention_splits(cfg, busy, segments, 4 * rows * heads * width)
         idle = self.multiprocessors // (busy * splits)  # see `shares` in attention_tile
         shares = 1 if wide or idle < 2 else 2 if idle < 4 else 4
+        # [rows, heads, segments, .]; as rows here, so that page tables of all widths share them.
         parts = (None, None) if splits == 1 else (
-            self.buffer("attention_values", (rows, heads * width * segments), np.float32),
-            self.buffer("attention_states", (rows, heads * segments, 2), np.float32))
+            self.buffer("attention_values", (rows * segments, heads * width), np.float32),
+            self.buffer("attention_states", (rows * segments, heads, 2), np.float32))
 
         def launch(kind, grid, threads, tiles, span_rows, depth, smem):
             self.launch(f"attention_{kv.format}_{dim}{kind}", grid, threads,
@@ -958,9 +1019,11 @@ class Device:
         return c
 
     def delta_rule(self, u, c, cfg, layer, kv, batch):
-        """o f32 [rows, H_v d] = S^T q; the states take pending tokens, and rows if they commit."""
+        """o f32 [rows, H_v d] = S^T q; the states take what enters, see kv.Batch.of."""
         o = self.buffer("delta_rule", (u.shape[0], cfg.delta_v_heads * DELTA_DIM), np.float32)
-        self.launch("delta_rule", (8 * cfg.delta_v_heads, batch.spans.shape[0]), 128,
+        heads = cfg.delta_k_heads
+        self.launch("delta_rule",
+                    (4 * cfg.delta_v_heads // heads, heads, batch.spans.shape[0]), 128,
                     self.delta_net(u, None, c, o, cfg, layer, kv, batch))
         return o
 
@@ -990,14 +1053,6 @@ class Device:
                     (x.data, qkv, x.cols, stride, qkv.shape[1], cfg.head_dim))
         return x
 
-    def silu_mul(self, gate_up):
-        """x [rows, F] = silu(gate) * up of gate_up f32 [rows, 2F], gate first."""
-        rows, cols = gate_up.shape[0], gate_up.shape[1] // 2
-        x = self.activations("silu_mul", rows, cols)
-        self.launch("silu_mul", (rows,), row_threads(cols),
-                    (gate_up, x.data, x.scale, cols, x.data.shape[1]))
-        return x
-
     def route(self, logits, bias, cfg, batch):
         """Routes of each row of logits f32 [rows, n_experts or more], and the items they make."""
         (rows, stride), n, k = logits.shape, cfg.n_experts, cfg.n_experts_used
@@ -1021,12 +1076,14 @@ class Device:
 
         x has a row for each row, or for each of its k experts. Without an expert y is anything.
         """
-        n_pairs = routes.pairs.shape[0]
-        y = self.buffer("linear_experts", (n_pairs, w.rows), np.float32)
-        self.multiply(x, w, y, items=(
-            routes.tile, routes.items.shape[0], routes.items, routes.pairs, n_pairs // x.rows, 1,
-            x.rows > routes.experts.shape[0]))
+        y = self.buffer("linear_experts", (routes.pairs.shape[0], w.rows), np.float32)
+        self.multiply(x, w, y, items=self.items_of(x, routes))
         return y
+
+    def items_of(self, x, routes):
+        """See multiply. What follows another product of experts finds the items there."""
+        return (routes.tile, routes.items.shape[0], routes.items, routes.pairs,
+                routes.pairs.shape[0] // x.rows, 1, x.rows > routes.experts.shape[0])
 
     def linear_heads(self, x, w):
         """y f32 [rows, heads * w.rows] = row r * heads + h of x times the rows of head h."""
@@ -1052,8 +1109,8 @@ class Device:
         """
         rows, n_vocab = logits.shape
         n_slices = -(-n_vocab // SLICE)
-        tokens = self.buffer("sample_tokens", (rows,), np.int32)
-        logprobs = self.buffer("sample_logprobs", (rows,), np.float32)
+        drawn = self.buffer("sample", (2 * rows,), np.int32)  # in one piece, see fetch
+        tokens, logprobs = drawn.view((rows,)), drawn.view((rows,), np.float32, 4 * rows)
         args = (logits, draws, self.adjustments,
                 self.buffer("sample_state", (rows, SAMPLE_STATE_BYTES), np.uint8),
                 self.buffer("sample_slices", (rows, n_slices, SAMPLE_SLICE_BYTES), np.uint8),
@@ -1094,6 +1151,7 @@ class Device:
         state, free = kv.states.of(slot), kv.states.saves
         if not free:
             free.append(int(self.open("cuMemAllocHost", state.nbytes, undo="cuMemFreeHost")))
+            self.allocated["snapshots"] = self.allocated.get("snapshots", 0) + state.nbytes
         address = free.pop()
         raw = (ctypes.c_uint8 * state.nbytes).from_address(address)
         weakref.finalize(raw, free.append, address)

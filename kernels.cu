@@ -2,7 +2,7 @@
 // kernels whose name begins with that of an op are parts of it.
 //
 //     linear     weights in packed 4 to 16 bit formats times rows of activations; embed
-//     small      rmsnorm, rope_angles, rope_kv, silu_mul, copy_page
+//     small      rmsnorm, rope_angles, rope_kv, copy_page
 //     attention  paged, in segments of 256 positions
 //     beyond     loading, f32 KV, latent attention, sampling, experts, gated delta nets
 //
@@ -72,6 +72,11 @@ DEVICE float row_scale_factor(float largest) {
     return __uint_as_float(unsigned(exponent + 127) << 23);
 }
 
+// Relative error 1e-6; 0 for large negative x, where the exponential overflows.
+DEVICE float times_sigmoid(float x, float gate) { return __fdividef(x, 1.0f + __expf(-gate)); }
+DEVICE float silu(float x) { return times_sigmoid(x, x); }
+DEVICE float4 silu(float4 x) { return make_float4(silu(x.x), silu(x.y), silu(x.z), silu(x.w)); }
+
 // D += A B: A 16 weight rows x 16 k, B 16 k x 8 tokens, f16 inputs, f32 accumulators.
 DEVICE void mma_16x8x16(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
     asm volatile(
@@ -85,8 +90,9 @@ DEVICE void mma_16x8x16(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsi
 // linear: y = x W^T. Weights stay quantised in memory and become f16 in registers.
 //
 // One order of summation, whatever the number of rows. Weights are the 16-row side of the tensor
-// core product, tokens its 8-column side. K is walked in chunks of 64 (4 products of 16). Four
-// chunks are a part: it sums from zero, and part sums are added in index order. K is padded to 128.
+// core product, tokens its 8-column side. K is walked in chunks of 64 (4 products of 16); four
+// chunks are a part. Parts i, i + CHAINS, i + 2 CHAINS, ... are chain i: it sums from zero in the
+// tensor core's accumulators, and chain sums are added in index order. K is padded to 128.
 //
 // Two chunks are 128 values of K: lane 4g+t owns 32 of them, 16 a chunk, from 32t on, of the weight
 // rows g and g+8 of a 16-row tile and of token g. So it decodes the scales of a block of 32 once.
@@ -123,6 +129,7 @@ constexpr FormatSizes SIZES[] = {
 constexpr int TILE_ROWS = 16;
 constexpr int CHUNK = 64;
 constexpr int PART_CHUNKS = 4;
+constexpr int CHAINS = 8;  // as many as a block of few rows has warps
 
 // f16 pairs
 constexpr unsigned HALF2_M0 = 0x80008000, HALF2_2 = 0x40004000,
@@ -237,7 +244,7 @@ DEVICE unsigned rotate_left(unsigned x, int bits) {
             asm volatile(INSTRUCTION ".u32 %0, [%1];" : "=r"(words[0]) : REGISTER(from));        \
     }
 // Weights are read once by one warp: past L1, which is left to the activations.
-LOAD(load_weights, const uint8_t*, "l", "ld.global.nc.L1::no_allocate.L2::128B")
+LOAD(load_weights, const uint8_t*, "l", "ld.global.L1::no_allocate.L2::128B")
 LOAD(load_activations, const uint4*, "l", "ld.global")
 LOAD(load_shared, unsigned, "r", "ld.shared")
 #undef LOAD
@@ -378,13 +385,24 @@ struct Product {
     const float* bias;          // [columns] or null
     float* y;                   // [rows, columns]
     Int rows, columns, chunks;
-    Int add;  // y += instead of y =
+    Int add;   // y += instead of y =
+    Int silu;  // y is silu(gate) * up instead: see store_silu
 };
 
 // One element of y from its sum and what it is added to. `scale` is that of the token times that of
 // the weight row, a power of two: exact.
 DEVICE float result(float sum, float scale, float bias, float before) {
     return __fadd_rn(before, __fadd_rn(__fmul_rn(sum, scale), bias));
+}
+
+// One f16 of silu(gate) * up, in the pieces that the next product reads. A tile holds eight rows of
+// gate, then the same eight of up; `column` is that of gate. The scale of `up` has a power of two
+// that keeps the product below 2^15: see Device.gated.
+DEVICE void store_silu(const Product& product, int row, int column, float gate, float up) {
+    const int index = (column + column % TILE_ROWS) / 2;
+    uint4* piece = reinterpret_cast<uint4*>(product.y) +
+                   piece_at(row, index, chunks_of(product.columns / 2));
+    reinterpret_cast<__half*>(piece)[index % 8] = __float2half_rn(silu(gate) * up);
 }
 
 // A stack of up to four row blocks, each of one format. Their outputs lie side by side in y.
@@ -424,21 +442,60 @@ struct OwnRows {
     DEVICE int x_of(int y_row) const { return y_row; }
 };
 
-// ---- few rows: the warps of a block take the parts of a tile in turn ---------------------------
+// Stores what a lane has of tiles of 16 weight rows x 8 tokens, as the tensor core leaves it: sums
+// of `row` and row + 8 of each tile, for `token` and token + 1 of each.
+template <int ROW_TILES, int TOKEN_TILES, typename Rows>
+DEVICE void store_totals(const Product& product, const Place& place, const Rows& rows, int row,
+                         int token, const float (&total)[ROW_TILES][TOKEN_TILES][4]) {
+    const int column = place.column + row;
+    float scale[2 * ROW_TILES], bias[2 * ROW_TILES];  // of the rows row + 8 r
+    bool real[2 * ROW_TILES];
+    for (int r = 0; r < 2 * ROW_TILES; r++) {
+        real[r] = row + 8 * r < place.rows;
+        scale[r] = load_if(real[r], product.weight_scale + column + 8 * r, 0.0f);
+        bias[r] = load_if(real[r] && product.bias, product.bias + column + 8 * r, 0.0f);
+    }
+#pragma unroll
+    for (int n = 0; n < TOKEN_TILES; n++) {
+        int y_row[2];
+        float* to[2];
+        float before[2][2 * ROW_TILES], token_scale[2];
+        for (int i = 0; i < 2; i++) {
+            const bool inside = token + 8 * n + i < product.rows;
+            y_row[i] = rows.y(token + 8 * n + i);
+            to[i] = inside ? product.y + int64_t(y_row[i]) * product.columns + column : nullptr;
+            token_scale[i] = load_if(inside && product.x_scale,
+                                     product.x_scale + rows.x_of(y_row[i]), 1.0f);
+            for (int r = 0; r < 2 * ROW_TILES; r++)
+                before[i][r] = load_if(inside && real[r] && product.add, to[i] + 8 * r, 0.0f);
+        }
+        for (int i = 0; i < 2; i++) {
+            float y[2 * ROW_TILES];
+            for (int r = 0; r < 2 * ROW_TILES; r++)
+                y[r] = result(total[r / 2][n][r % 2 * 2 + i], token_scale[i] * scale[r], bias[r],
+                              before[i][r]);
+            for (int r = 0; r < 2 * ROW_TILES; r++) {
+                if (!to[i] || !real[r]) continue;
+                if (!product.silu) to[i][8 * r] = y[r];
+                else if (r % 2 == 0) store_silu(product, y_row[i], column + 8 * r, y[r], y[r + 1]);
+            }
+        }
+    }
+}
 
-constexpr int FEW_WARPS = 8;
+// ---- few rows: each warp of a block takes a chain of a tile -----------------------------------
+
 constexpr int FEW_STRIDE = 20;  // floats of a token's 16 sums in shared memory: no bank conflicts
-template <int WARPS>
-constexpr int FEW_SUMS = WARPS * 16 * FEW_STRIDE;
+template <int WARPS, int TOKENS>
+constexpr int FEW_SUMS = WARPS * TOKENS * FEW_STRIDE;
 
 // The tiles place.index, place.index + place.blocks, ... of a row block. The loads of a warp run
 // ahead of its products by one part, across tiles too.
 template <int FORMAT, int TOKEN_TILES, int BLOCKS, int WARPS, typename Rows>
 DEVICE void linear_few(const Product& product, const Place& place, const Rows& rows,
-                       float (&sums)[2][FEW_SUMS<WARPS>]) {
+                       float (&sums)[2][FEW_SUMS<WARPS, 8 * TOKEN_TILES>]) {
     using P = Packed<FORMAT>;
     constexpr int TOKENS = 8 * TOKEN_TILES;
-    constexpr int WINDOW = FEW_SUMS<WARPS> / (TOKENS * FEW_STRIDE);  // part sums that wait
     // Chunks loaded in advance, as many as there are registers for.
     constexpr bool TIGHT = (FORMAT == Q5_K && BLOCKS > 2) || (!P::WHOLE_PARTS && BLOCKS > 3);
     constexpr int AHEAD = P::WORDS > 8 ? 1 : P::WORDS == 8 || TIGHT ? 2 : 4;
@@ -452,7 +509,8 @@ DEVICE void linear_few(const Product& product, const Place& place, const Rows& r
         return P::WHOLE_PARTS ? part < parts : part * PART_CHUNKS + c < chunks;
     };
     const unsigned tile_bytes = P::tile_bytes(chunks);
-    int windows = 0;
+    const int turn = parts < WARPS ? 0 : WARPS / 2;
+    int half_of_sums = 0, chain = warp;
 
     const uint4* x[TOKEN_TILES];  // past the end: the last token again, its results are dropped
     for (int n = 0; n < TOKEN_TILES; n++)
@@ -483,79 +541,85 @@ DEVICE void linear_few(const Product& product, const Place& place, const Rows& r
     const int token = threadIdx.x / TILE_ROWS;
     const bool inside = token < min(TOKENS, product.rows);
     const int y_row = rows.y(token);
+    const float token_scale =
+        load_if(inside && product.x_scale, product.x_scale + rows.x_of(y_row), 1.0f);
     for (int index = place.index; index < tiles; index += place.blocks) {
         const int row = index * TILE_ROWS + threadIdx.x % TILE_ROWS, column = place.column + row;
         const bool mine = inside && row < place.rows;
         float* to = product.y + int64_t(y_row) * product.columns + column;
         const float row_scale = load_if(mine, product.weight_scale + column, 0.0f);
-        float token_scale, bias, before, total = 0.0f;
+        float bias, before, total = 0.0f;
         const auto load_rest = [&] {
-            const int x_row = rows.x_of(y_row);
-            token_scale = load_if(mine && product.x_scale, product.x_scale + x_row, 1.0f);
             bias = load_if(mine && product.bias, product.bias + column, 0.0f);
             before = load_if(mine && product.add, to, 0.0f);
         };
         if (BLOCKS == 2) load_rest();  // early, if there are registers to keep it
-        for (int window = 0; window < parts; window += WINDOW) {
-            float* window_sums = sums[windows++ & 1];
-            const int window_parts = min(WINDOW, parts - window);
-            for (int part = window + warp; part < window + window_parts; part += WARPS) {
-                // What this warp takes next; parts: nothing.
-                const bool same_tile = part + WARPS < parts;
-                const uint8_t* next_tile = same_tile ? tile : tile + place.blocks * tile_bytes;
-                const int next = same_tile                      ? part + WARPS
-                                 : index + place.blocks < tiles ? warp
-                                                                : parts;
-                for (int i = 0; i < P::SCALE_WORDS; i++) scales[i] = next_scales[i];
-                if (next < parts) load_scales<FORMAT>(next_tile, chunks, next, lane, next_scales);
-                float sum[TOKEN_TILES][4] = {};
-                ChunkScales s = {};
+        float sum[TOKEN_TILES][4] = {};
+        for (int part = chain; part < parts; part += WARPS) {
+            // What this warp takes next; parts: nothing.
+            const bool same_tile = part + WARPS < parts;
+            const uint8_t* next_tile = same_tile ? tile : tile + place.blocks * tile_bytes;
+            const int next = same_tile                      ? part + WARPS
+                             : index + place.blocks < tiles ? chain ^ turn
+                                                            : parts;
+            for (int i = 0; i < P::SCALE_WORDS; i++) scales[i] = next_scales[i];
+            if (next < parts) load_scales<FORMAT>(next_tile, chunks, next, lane, next_scales);
+            ChunkScales s = {};
 #pragma unroll
-                for (int c = 0; c < PART_CHUNKS; c++) {
-                    if (P::WHOLE_PARTS || exists(part, c)) {
-                        decode_scales<FORMAT>(scales, c, s);
-                        for (int half = 0; half < 2; half++) {
-                            unsigned a[2][4];
-                            dequantise<FORMAT>(words[c % AHEAD], s, half, a);
-                            for (int n = 0; n < TOKEN_TILES; n++) {
-                                const unsigned(&k)[4] = b[c % TOKENS_AHEAD][n][half];
-                                mma_16x8x16(sum[n], a[0], k[0], k[1]);
-                                mma_16x8x16(sum[n], a[1], k[2], k[3]);
-                            }
+            for (int c = 0; c < PART_CHUNKS; c++) {
+                if (P::WHOLE_PARTS || exists(part, c)) {
+                    decode_scales<FORMAT>(scales, c, s);
+                    for (int half = 0; half < 2; half++) {
+                        unsigned a[2][4];
+                        dequantise<FORMAT>(words[c % AHEAD], s, half, a);
+                        for (int n = 0; n < TOKEN_TILES; n++) {
+                            const unsigned(&k)[4] = b[c % TOKENS_AHEAD][n][half];
+                            mma_16x8x16(sum[n], a[0], k[0], k[1]);
+                            mma_16x8x16(sum[n], a[1], k[2], k[3]);
                         }
                     }
-                    const int far = (c + AHEAD) % PART_CHUNKS;
-                    if (c + AHEAD < PART_CHUNKS) load_ahead(tile, part, far);
-                    else load_ahead(next_tile, next, far);
-                    load_tokens(c + TOKENS_AHEAD < PART_CHUNKS ? part : next,
-                                (c + TOKENS_AHEAD) % PART_CHUNKS);
                 }
-                for (int n = 0; n < TOKEN_TILES; n++)
-                    for (int i = 0; i < 4; i++)
-                        window_sums[((part - window) * TOKENS + 8 * n + 2 * t + (i & 1)) *
-                                        FEW_STRIDE + g + 8 * (i >> 1)] = sum[n][i];
-                tile = next_tile;
+                const int far = (c + AHEAD) % PART_CHUNKS;
+                if (c + AHEAD < PART_CHUNKS) load_ahead(tile, part, far);
+                else load_ahead(next_tile, next, far);
+                load_tokens(c + TOKENS_AHEAD < PART_CHUNKS ? part : next,
+                            (c + TOKENS_AHEAD) % PART_CHUNKS);
+                __syncwarp();  // or the compiler moves the loads of all chunks behind the last one
             }
-            __syncthreads();  // one a window: the next one takes the other half of `sums`
-            if (mine) {
-                const float* own = window_sums + token * FEW_STRIDE + threadIdx.x % TILE_ROWS;
-#pragma unroll 8
-                for (int i = 0; i < window_parts; i++)
-                    total = __fadd_rn(total, own[i * TOKENS * FEW_STRIDE]);
-            }
+            tile = next_tile;
         }
+        float* tile_sums = sums[half_of_sums];
+        half_of_sums ^= 1;  // one barrier a tile: the next one takes the other half
+        for (int n = 0; n < TOKEN_TILES; n++)
+            for (int i = 0; i < 4; i++)
+                tile_sums[(chain * TOKENS + 8 * n + 2 * t + (i & 1)) * FEW_STRIDE + g +
+                          8 * (i >> 1)] = sum[n][i];
+        chain ^= turn;
         if (BLOCKS > 2) load_rest();
-        if (mine) *to = result(total, row_scale * token_scale, bias, before);
+        __syncthreads();
+        if (mine) {
+            const float* own = tile_sums + token * FEW_STRIDE + threadIdx.x % TILE_ROWS;
+            for (int i = 0; i < WARPS; i++)
+                total = __fadd_rn(total, own[i * TOKENS * FEW_STRIDE]);
+        }
+        const float y = result(total, row_scale * token_scale, bias, before);
+        if (product.silu) {
+            const float up = __shfl_down_sync(ALL_LANES, y, TILE_ROWS / 2);
+            if (mine && threadIdx.x % TILE_ROWS < TILE_ROWS / 2)
+                store_silu(product, y_row, column, y, up);
+        } else if (mine) {
+            *to = y;
+        }
     }
 }
 
 template <int TOKEN_TILES, int BLOCKS>
 DEVICE void linear_tiles(const Linear& work) {
-    __shared__ float sums[2][FEW_SUMS<FEW_WARPS>];
+    __shared__ float sums[2][FEW_SUMS<CHAINS, 8 * TOKEN_TILES>];
     let_successor_start();
     const Place place = place_in(work.stack, blockIdx.x);
     with_format(place.format, [&](auto format) {
-        linear_few<format, TOKEN_TILES, BLOCKS, FEW_WARPS>(work.product, place, OwnRows(), sums);
+        linear_few<format, TOKEN_TILES, BLOCKS, CHAINS>(work.product, place, OwnRows(), sums);
     });
 }
 
@@ -563,19 +627,19 @@ DEVICE void linear_tiles(const Linear& work) {
 // PRECOND: grid (sum of blocks), 256 threads; x padded with zeros to CHUNK * chunks columns.
 // A block holds 16 columns at a time; thread 16 i + r ends with row i, column r of them.
 // Moves the weights once, x once per multiprocessor, 4 bytes per element of y.
-KERNEL __launch_bounds__(32 * FEW_WARPS, 2) linear_few_8(const __grid_constant__ Linear work) {
+KERNEL __launch_bounds__(32 * CHAINS, 2) linear_few_8(const __grid_constant__ Linear work) {
     linear_tiles<1, 2>(work);
 }
 
 // The same with three blocks on a multiprocessor that load less in advance. 8B on an H200, 1 row:
 // q|k|v with 384 tiles 6.6 us instead of 7.5; down with 256 tiles 13 us instead of 11.
-KERNEL __launch_bounds__(32 * FEW_WARPS, 3)
+KERNEL __launch_bounds__(32 * CHAINS, 3)
 linear_few_8_three(const __grid_constant__ Linear work) {
     linear_tiles<1, 3>(work);
 }
 
 // The same for rows <= 16.
-KERNEL __launch_bounds__(32 * FEW_WARPS, 2) linear_few_16(const __grid_constant__ Linear work) {
+KERNEL __launch_bounds__(32 * CHAINS, 2) linear_few_16(const __grid_constant__ Linear work) {
     linear_tiles<2, 2>(work);
 }
 
@@ -595,11 +659,12 @@ DEVICE void barrier_sync(int id, int threads) {
 DEVICE void barrier_arrive(int id, int threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
-// A thread block has ROWS rows of x and COLUMNS of y. Its GROUPS groups take the parts in turn. The
-// WARPS warps of a group take as many tiles each and share the tokens of a chunk.
+// A thread block has ROWS rows of x and COLUMNS of y. Its GROUPS groups take the chains in turn.
+// The WARPS warps of a group take as many tiles each and share the tokens of a chunk.
 // Shared memory: RING_KB of [group][slot][tokens, then each tile's words of a chunk], with as many
 // slots as fit, then totals.
-template <int FORMAT, int ROWS, int COLUMNS, int WARPS, int GROUPS, int RING_KB, typename Rows>
+template <int CHAINS, int FORMAT, int ROWS, int COLUMNS, int WARPS, int GROUPS, int RING_KB,
+          typename Rows>
 DEVICE void linear_staged(const Product& product, const Place& place, const Rows& rows,
                           int first_token, uint8_t* shared) {
     using P = Packed<FORMAT>;
@@ -642,7 +707,7 @@ DEVICE void linear_staged(const Product& product, const Place& place, const Rows
     }
     constexpr int STEP_BYTES = STEP * SLOT_BYTES;
     unsigned slots = ring, far_slots = ring;  // of the step that is read, of the one to be fetched
-    int far = group * PART_CHUNKS;            // that one's first chunk
+    int far_chain = group, far = group * PART_CHUNKS;  // that one's chain and first chunk
     const auto next_slots = [=](unsigned slots) {
         return slots + STEP_BYTES == ring + RING_BYTES ? ring : slots + STEP_BYTES;
     };
@@ -665,7 +730,10 @@ DEVICE void linear_staged(const Product& product, const Place& place, const Rows
             }
         }
         far += STEP;
-        if (far % PART_CHUNKS == 0) far += (GROUPS - 1) * PART_CHUNKS;
+        if (far % PART_CHUNKS == 0 || far == chunks) {
+            far = ((far - 1) / PART_CHUNKS + CHAINS) * PART_CHUNKS;
+            if (far >= chunks && (far_chain += GROUPS) < CHAINS) far = far_chain * PART_CHUNKS;
+        }
         far_slots = next_slots(far_slots);
         asm volatile("cp.async.commit_group;");
     };
@@ -680,64 +748,69 @@ DEVICE void linear_staged(const Product& product, const Place& place, const Rows
     for (int step = 1; step < STEPS; step++) fetch_step();
 
     float total[ROW_TILES][TOKEN_TILES][4] = {};  // with several groups: goes via shared memory
-    for (int part = group; part < parts; part += GROUPS) {
+    const int chains = min(CHAINS, parts);
+    for (int chain = group; chain < chains; chain += GROUPS) {
         float sum[ROW_TILES][TOKEN_TILES][4] = {};
-        ChunkScales s[ROW_TILES] = {};
-        for (int m = 0; m < ROW_TILES; m++)
-            for (int i = 0; i < P::SCALE_WORDS; i++) scales[m][i] = next_scales[m][i];
-        load_part_scales(part + GROUPS);
-        const int part_chunks = min(chunks - part * PART_CHUNKS, PART_CHUNKS);
-#pragma unroll 1  // half the code, at the same speed
-        for (int pair = 0; pair < part_chunks; pair += 2) {
-#pragma unroll
-            for (int c = 0; c < 2; c++) {
-                if (c % STEP == 0) {
-                    // This step is there, and all warps of the group have read the one before,
-                    // whose slots take another one.
-                    asm volatile("cp.async.wait_group %0;" ::"n"(STEPS - 2));
-                    barrier_sync(group, GROUP_THREADS);
-                    fetch_step();
-                }
-                const unsigned slot = slots + c % STEP * SLOT_BYTES;
-                unsigned words[ROW_TILES][P::WORDS];
-                for (int m = 0; m < ROW_TILES; m++) {
-                    const unsigned from = slot + own_words + m * P::CHUNK_BYTES;
-                    if constexpr (DIRECT) {
-                        load_chunk<FORMAT>(tiles[m], part, pair + c, lane, words[m]);
-                    } else {
-                        for_pieces<FORMAT>(lane, [&](auto n, int byte, int word) {
-                            load_shared<n>(from + byte, words[m] + word);
-                        });
+        for (int part = chain; part < parts; part += CHAINS) {
+            ChunkScales s[ROW_TILES] = {};
+            for (int m = 0; m < ROW_TILES; m++)
+                for (int i = 0; i < P::SCALE_WORDS; i++) scales[m][i] = next_scales[m][i];
+            load_part_scales(part + CHAINS < parts     ? part + CHAINS
+                             : chain + GROUPS < chains ? chain + GROUPS
+                                                       : parts);
+            const int part_chunks = min(chunks - part * PART_CHUNKS, PART_CHUNKS);
+    #pragma unroll 1  // half the code, at the same speed
+            for (int pair = 0; pair < part_chunks; pair += 2) {
+    #pragma unroll
+                for (int c = 0; c < 2; c++) {
+                    if (c % STEP == 0) {
+                        // This step is there, and all warps of the group have read the one before,
+                        // whose slots take another one.
+                        asm volatile("cp.async.wait_group %0;" ::"n"(STEPS - 2));
+                        barrier_sync(group, GROUP_THREADS);
+                        fetch_step();
                     }
-                    decode_scales<FORMAT>(scales[m], c, s[m]);
-                }
-                for (int half = 0; half < 2; half++) {
-                    unsigned a[ROW_TILES][2][4];
-                    for (int m = 0; m < ROW_TILES; m++)
-                        dequantise<FORMAT>(words[m], s[m], half, a[m]);
-                    const unsigned tokens = slot + 512 * half + 16 * lane;
-                    for (int batch = 0; batch < TOKEN_TILES; batch += BATCH) {
-                        unsigned b[BATCH][4];
-                        for (int n = 0; n < BATCH; n++)
-                            load_shared<4>(tokens + (batch + n) * 1024, b[n]);
-                        for (int j = 0; j < 2; j++)
+                    const unsigned slot = slots + c % STEP * SLOT_BYTES;
+                    unsigned words[ROW_TILES][P::WORDS];
+                    for (int m = 0; m < ROW_TILES; m++) {
+                        const unsigned from = slot + own_words + m * P::CHUNK_BYTES;
+                        if constexpr (DIRECT) {
+                            load_chunk<FORMAT>(tiles[m], part, pair + c, lane, words[m]);
+                        } else {
+                            for_pieces<FORMAT>(lane, [&](auto n, int byte, int word) {
+                                load_shared<n>(from + byte, words[m] + word);
+                            });
+                        }
+                        decode_scales<FORMAT>(scales[m], c, s[m]);
+                    }
+                    for (int half = 0; half < 2; half++) {
+                        unsigned a[ROW_TILES][2][4];
+                        for (int m = 0; m < ROW_TILES; m++)
+                            dequantise<FORMAT>(words[m], s[m], half, a[m]);
+                        const unsigned tokens = slot + 512 * half + 16 * lane;
+                        for (int batch = 0; batch < TOKEN_TILES; batch += BATCH) {
+                            unsigned b[BATCH][4];
                             for (int n = 0; n < BATCH; n++)
-                                for (int m = 0; m < ROW_TILES; m++)
-                                    mma_16x8x16(sum[m][batch + n], a[m][j], b[n][2 * j],
-                                                b[n][2 * j + 1]);
+                                load_shared<4>(tokens + (batch + n) * 1024, b[n]);
+                            for (int j = 0; j < 2; j++)
+                                for (int n = 0; n < BATCH; n++)
+                                    for (int m = 0; m < ROW_TILES; m++)
+                                        mma_16x8x16(sum[m][batch + n], a[m][j], b[n][2 * j],
+                                                    b[n][2 * j + 1]);
+                        }
                     }
+                    if ((c + 1) % STEP == 0) slots = next_slots(slots);
                 }
-                if ((c + 1) % STEP == 0) slots = next_slots(slots);
+                for (int m = 0; m < ROW_TILES; m++)  // the scales of the other pair of chunks
+                    for (int i = 0; i < P::SIZE.scale_words / 2; i++)
+                        scales[m][i] = scales[m][i + P::SIZE.scale_words / 2];
             }
-            for (int m = 0; m < ROW_TILES; m++)  // the scales of the other pair of chunks
-                for (int i = 0; i < P::SIZE.scale_words / 2; i++)
-                    scales[m][i] = scales[m][i + P::SIZE.scale_words / 2];
         }
-        // With several groups the total goes from group to group in part order, lane to lane.
+        // With several groups the total goes from group to group in chain order, lane to lane.
         // Barrier `turn` of a warp tells it that this warp of the group before has written.
         static_assert((1 + WARPS) * GROUPS <= 16, "a block has 16 barriers");
         const auto turn = [=](int group) { return (1 + member) * GROUPS + group % GROUPS; };
-        const bool takes = GROUPS > 1 && part > 0, gives = GROUPS > 1 && part + 1 < parts;
+        const bool takes = GROUPS > 1 && chain > 0, gives = GROUPS > 1 && chain + 1 < chains;
         if (takes) barrier_sync(turn(group), 64);
         float4* at = reinterpret_cast<float4*>(shared + GROUPS * RING_BYTES) +
                      member * ROW_TILES * TOKEN_TILES * 32 + lane;
@@ -751,36 +824,9 @@ DEVICE void linear_staged(const Product& product, const Place& place, const Rows
             }
         if (gives) barrier_arrive(turn(group + 1), 64);
     }
-    if ((parts - 1) % GROUPS != group) return;  // the group of the last part has the totals
+    if ((chains - 1) % GROUPS != group) return;  // the group of the last chain has the totals
 
-    const int row = tile * TILE_ROWS + g, column = place.column + row;
-    float scale[2 * ROW_TILES], bias[2 * ROW_TILES];  // of the rows row + 8 r
-    bool real[2 * ROW_TILES];
-    for (int r = 0; r < 2 * ROW_TILES; r++) {
-        real[r] = row + 8 * r < place.rows;
-        scale[r] = load_if(real[r], product.weight_scale + column + 8 * r, 0.0f);
-        bias[r] = load_if(real[r] && product.bias, product.bias + column + 8 * r, 0.0f);
-    }
-#pragma unroll
-    for (int n = 0; n < TOKEN_TILES; n++) {
-        float* to[2];
-        float before[2][2 * ROW_TILES], token_scale[2];
-        for (int i = 0; i < 2; i++) {
-            const int token = first_token + 8 * n + 2 * t + i;
-            const bool inside = token < product.rows;
-            const int y_row = rows.y(token);
-            to[i] = inside ? product.y + int64_t(y_row) * product.columns + column : nullptr;
-            token_scale[i] =
-                inside ? load_if(product.x_scale, product.x_scale + rows.x_of(y_row), 1.0f) : 0.0f;
-            for (int r = 0; r < 2 * ROW_TILES; r++)
-                before[i][r] = load_if(inside && real[r] && product.add, to[i] + 8 * r, 0.0f);
-        }
-        for (int i = 0; i < 2; i++)
-            for (int r = 0; r < 2 * ROW_TILES; r++)
-                if (to[i] && real[r])
-                    to[i][8 * r] = result(total[r / 2][n][r % 2 * 2 + i], token_scale[i] * scale[r],
-                                          bias[r], before[i][r]);
-    }
+    store_totals(product, place, rows, tile * TILE_ROWS + g, first_token + 2 * t, total);
 }
 
 template <int ROWS, int... SHAPE>
@@ -790,8 +836,8 @@ DEVICE void linear_block(const Linear& work) {
     wait_for_predecessor();
     const Place place = place_in(work.stack, blockIdx.y);
     with_format(place.format, [&](auto format) {
-        linear_staged<format, ROWS, SHAPE...>(work.product, place, OwnRows(), blockIdx.x * ROWS,
-                                              shared);
+        linear_staged<CHAINS, format, ROWS, SHAPE...>(work.product, place, OwnRows(),
+                                                      blockIdx.x * ROWS, shared);
     });
 }
 
@@ -912,8 +958,7 @@ DEVICE float largest_of(float4 x) {
 }
 
 // A row that a block goes over twice; values(i) gives those at i .. i + 3 as float4, zeros from
-// cols on. A thread holds its first ones in registers: 12288 columns of silu_mul on an H200 take
-// 2.5 us instead of 3.7. Those of a very long row it computes again.
+// cols on. A thread holds its first ones in registers; those of a very long row it computes again.
 constexpr int HELD = 3;
 template <typename Values>
 struct Row {
@@ -1129,24 +1174,6 @@ rope_kv(const float* qkv, const float* q_norm, const float* k_norm, int gated,
         rope_heads<MOST_BLOCKS / 2>(qkv, q_norm, k_norm, gated, work);
     else
         rope_heads<MOST_BLOCKS>(qkv, q_norm, k_norm, gated, work);
-}
-
-// Relative error 1e-6; 0 for large negative x, where the exponential overflows.
-DEVICE float times_sigmoid(float x, float gate) { return __fdividef(x, 1.0f + __expf(-gate)); }
-DEVICE float silu(float x) { return times_sigmoid(x, x); }
-DEVICE float4 silu(float4 x) { return make_float4(silu(x.x), silu(x.y), silu(x.z), silu(x.w)); }
-
-// x[r] = silu(gate) * up: gate_up f32 [rows, 2 cols], gate first -> x f16 [rows, stride], scale.
-// PRECOND: grid (rows), at most 1024 threads; cols % 4 = 0; stride = cols rounded up to 128.
-// One block holds one row. Moves 8 cols + 2 stride bytes a row.
-KERNEL silu_mul(const float* gate_up, uint4* x, float* scale, int cols, int stride) {
-    wait_for_predecessor();
-    let_successor_start();  // when the routes are there: see LinearExperts
-    const float* row = gate_up + int64_t(blockIdx.x) * 2 * cols;
-    Row product([=](int i) {
-        return silu(load4_if(i < cols, row + i)) * load4_if(i < cols, row + cols + i);
-    }, cols);
-    product.store_scaled(product.largest_of_all(), 1.0f, stride, x, scale);
 }
 
 // Page `target` of every layer becomes a copy of page `source`.
@@ -1965,6 +1992,18 @@ struct SourceRow {
     // 8-bit scale of a sub-block of 16 (Q6_K), plus 128.
     __device__ unsigned scale(int k) const { return block(k)[192 + k % 256 / 16] ^ 128; }
 
+    __device__ float weight(int k) const {
+        if constexpr (FLOATS) return value(k);
+        const float n = float(integer(k));
+        if constexpr (SOURCE == Q4_K || SOURCE == Q5_K) {
+            const uint2 sub_block = scale_and_min(k);
+            return d(k) * sub_block.x * n - min(k) * sub_block.y;
+        }
+        if constexpr (SOURCE == Q6_K) return d(k) * (float(scale(k)) - 128.0f) * (n - 32.0f);
+        if constexpr (SOURCE == Q4_1) return d(k) * n + min(k);
+        return d(k) * (n - (SOURCE == Q8_0 ? 128.0f : 8.0f));
+    }
+
     // What must fit in f16 once multiplied by the row's power of two: see row_scale_factor.
     __device__ float largest_of_block(int k) const {
         if constexpr (FLOATS) return fabsf(value(k));
@@ -1978,14 +2017,15 @@ struct SourceRow {
 
 template <int SOURCE>
 DEVICE void repack_tile(const uint8_t* source, uint8_t* packed, float* weight_scale, int rows,
-                        int cols) {
+                        int cols, const float* norm, float* squares) {
     using Row = SourceRow<SOURCE>;
     constexpr int FORMAT = Row::FLOATS ? F16 : SOURCE;
     using P = Packed<FORMAT>;
     __shared__ float factors[TILE_ROWS];
     const int chunks = chunks_of(cols), parts = parts_of(chunks);
     const auto row_at = [=](int r) {
-        const int row = blockIdx.x * TILE_ROWS + r;
+        int row = blockIdx.x * TILE_ROWS + r;
+        if (norm) row = blockIdx.x * 8 + r % 8 + (r < 8 ? 0 : rows / 2);
         return Row{source + int64_t(row) * (cols / Row::VALUES) * Row::BYTES,
                    row < rows ? cols : 0};
     };
@@ -1995,9 +2035,14 @@ DEVICE void repack_tile(const uint8_t* source, uint8_t* packed, float* weight_sc
         float largest = 0.0f;
         for (int k = threadIdx.x % 32 * Row::VALUES; k < row.cols; k += 32 * Row::VALUES)
             largest = fmaxf(largest, row.largest_of_block(k));
+        float sum = 0.0f;
+        for (int k = threadIdx.x % 32; norm && k < row.cols; k += 32)
+            sum += row.weight(k) * norm[k] * row.weight(k) * norm[k];
+        sum = warp_sum(sum);
         const float factor = row_scale_factor(warp_max(largest));
         if (threadIdx.x % 32 == 0) {
             factors[r] = factor;
+            if (norm) squares[blockIdx.x * TILE_ROWS + r] = sum;
             if (row.cols)
                 weight_scale[blockIdx.x * TILE_ROWS + r] =
                     (FORMAT == F16 ? 1.0f : P::K_SCALES ? 0x1p20f : 0x1p24f) / factor;
@@ -2079,12 +2124,15 @@ DEVICE void repack_tile(const uint8_t* source, uint8_t* packed, float* weight_sc
 }
 
 // packed tiles and weight_scale [rows] from `rows` rows of `cols` values as they lie in the file.
+// With `norm` [cols] they are rows of gate, then of up: a tile takes eight of each, and squares
+// [rows] gets the sum of (weight * norm)^2 of each row, in the order of the tiles.
 // PRECOND: grid (ceil(rows / 16)), 256 threads; source 4-byte aligned; packed 128-byte aligned.
 // A block holds one tile of 16 rows. Moves the source (scales and floats twice) and the tile.
 #define REPACK(SOURCE)                                                                           \
     KERNEL __launch_bounds__(256) linear_repack_##SOURCE(                                        \
-        const uint8_t* source, uint8_t* packed, float* weight_scale, int rows, int cols) {       \
-        repack_tile<SOURCE>(source, packed, weight_scale, rows, cols);                           \
+        const uint8_t* source, uint8_t* packed, float* weight_scale, int rows, int cols,         \
+        const float* norm, float* squares) {                                                     \
+        repack_tile<SOURCE>(source, packed, weight_scale, rows, cols, norm, squares);            \
     }
 REPACK(Q4_K) REPACK(Q5_K) REPACK(Q6_K)
 REPACK(Q8_0) REPACK(Q4_0) REPACK(Q4_1)
@@ -2877,14 +2925,14 @@ DEVICE void with_item(const LinearExperts& work, Body body) {
 // y [tokens, heads, columns] of x [tokens, heads, K]. Items of <= 8 tokens.
 // PRECOND: grid (sum of blocks, items), 128 threads. As linear_few_8 with four warps a block: K of
 // an expert is short (3 parts of 768), and warps without a part would idle.
-constexpr int EXPERT_WARPS = 4;
-KERNEL __launch_bounds__(32 * EXPERT_WARPS, 6)
+constexpr int EXPERT_CHAINS = 4;
+KERNEL __launch_bounds__(32 * EXPERT_CHAINS, 6)
 linear_experts_8(const __grid_constant__ LinearExperts work) {
-    __shared__ float sums[2][FEW_SUMS<EXPERT_WARPS>];
-    let_successor_start();
+    __shared__ float sums[2][FEW_SUMS<EXPERT_CHAINS, 8>];
     if (!work.known) wait_for_predecessor();
+    let_successor_start();  // when the items are there for it
     with_item<8>(work, [&](auto format, const Product& product, const Place& place, auto rows) {
-        linear_few<format, 1, 6, EXPERT_WARPS>(product, place, rows, sums);
+        linear_few<format, 1, 6, EXPERT_CHAINS>(product, place, rows, sums);
     });
 }
 
@@ -2895,7 +2943,7 @@ linear_experts_some(const __grid_constant__ LinearExperts work) {
     extern __shared__ __align__(128) uint8_t shared[];
     wait_for_predecessor();
     with_item<32>(work, [&](auto format, const Product& product, const Place& place, auto rows) {
-        linear_staged<format, 32, 128, 8, 1, 40>(product, place, rows, 0, shared);
+        linear_staged<EXPERT_CHAINS, format, 32, 128, 8, 1, 40>(product, place, rows, 0, shared);
     });
 }
 
@@ -2940,7 +2988,7 @@ struct DeltaNet {
     DEVICE float* c_row(int row) const { return c + int64_t(row) * c_values; }
     DEVICE float* state(int slot) const { return states + int64_t(slot) * slot_values; }
     DEVICE float* record(int slot, int position) const {
-        return state(slot) + v_heads * DELTA_DIM * DELTA_DIM + position % ring * record_values;
+        return state(slot) + v_heads * DELTA_DIM * DELTA_DIM + unsigned(position) % unsigned(ring) * record_values;
     }
 };
 
@@ -2991,21 +3039,23 @@ KERNEL delta_conv(const __grid_constant__ DeltaNet work) {
     }
 }
 
-// A lane holds 8 values of k of two columns of S: 4 from 4 part on, of each 64. Sixteen lanes share
-// two columns; part = lane / 2. A block has 16 columns of a head.
-constexpr int DELTA_VALUES = 8, DELTA_COLUMNS = 2, DELTA_WARPS = 4;
-constexpr int DELTA_BLOCK_COLUMNS = 4 * DELTA_WARPS;
+// A lane holds 16 values of k of two columns of S: 4 from 4 part on, of each 32. Eight lanes share
+// two columns; part = lane % 8. A block has 32 columns of a head.
+constexpr int DELTA_VALUES = 16, DELTA_COLUMNS = 2, DELTA_WARPS = 4;
+constexpr int DELTA_BLOCK_COLUMNS = 8 * DELTA_WARPS;
+constexpr int DELTA_HEAD_BLOCKS = DELTA_DIM / DELTA_BLOCK_COLUMNS;
 constexpr int DELTA_AHEAD = 8;  // tokens that wait in shared memory, twice
 
-// What a block needs of a token. From shared memory: 64 rows of decode of the 27B take 111 us a
-// layer on an H200; with loads from global memory, one token ahead, 134.
+// What a block needs of a token; of a pending one k, delta in place of v, and decay. From shared
+// memory: 64 rows of decode of the 27B take 111 us a layer on an H200; with loads from global
+// memory, one token ahead, 134.
 struct DeltaToken {
     float k[DELTA_DIM], q[DELTA_DIM], v[DELTA_BLOCK_COLUMNS], beta, decay, padding[2];
 };
 
 DEVICE void load_part(float (&x)[DELTA_VALUES], const float* from) {
     for (int i = 0; i < DELTA_VALUES; i += 4)
-        *reinterpret_cast<float4*>(x + i) = load4(from + 16 * i);
+        *reinterpret_cast<float4*>(x + i) = load4(from + 8 * i);
 }
 DEVICE float part_product(const float (&a)[DELTA_VALUES], const float (&b)[DELTA_VALUES]) {
     float even = 0.0f, odd = 0.0f;  // two chains: a product waits for the one before it
@@ -3014,64 +3064,75 @@ DEVICE float part_product(const float (&a)[DELTA_VALUES], const float (&b)[DELTA
     return __fadd_rn(even, odd);
 }
 // The sums over the parts of four values. A lane gives half of them away, twice: it ends with
-// a[column] if bit 1 of it is clear, else with b[column], where `column` is its bit 2.
+// a[column] if bit 0 of it is clear, else with b[column], where `column` is its bit 1.
 DEVICE float sum_of_parts(const float (&a)[2], const float (&b)[2]) {
-    const bool keeps_b = threadIdx.x & 2, second = threadIdx.x & 4;
+    const bool keeps_b = threadIdx.x & 1, second = threadIdx.x & 2;
     float x[2];
     for (int j = 0; j < 2; j++)
         x[j] = __fadd_rn(keeps_b ? b[j] : a[j],
-                         __shfl_xor_sync(ALL_LANES, keeps_b ? a[j] : b[j], 2));
-    float sum = __fadd_rn(second ? x[1] : x[0],
-                          __shfl_xor_sync(ALL_LANES, second ? x[0] : x[1], 4));
-    for (int o = 8; o < 32; o *= 2) sum = __fadd_rn(sum, __shfl_xor_sync(ALL_LANES, sum, o));
-    return sum;
+                         __shfl_xor_sync(ALL_LANES, keeps_b ? a[j] : b[j], 1));
+    const float sum = __fadd_rn(second ? x[1] : x[0],
+                                __shfl_xor_sync(ALL_LANES, second ? x[0] : x[1], 2));
+    return __fadd_rn(sum, __shfl_xor_sync(ALL_LANES, sum, 4));
+}
+DEVICE void enter_state(float (&s)[DELTA_VALUES], const float (&k)[DELTA_VALUES], float delta,
+                        float decay) {
+    for (int i = 0; i < DELTA_VALUES; i++) s[i] = fmaf(k[i], delta, __fmul_rn(decay, s[i]));
 }
 
 // Per span and v head: S takes the pending tokens from their records, then the rows, each of which
-// gets o = S^T q. A span that commits stores this S; any other stores the S before its rows, which
-// become records. Of rows that commit only the u stays that the next convolution looks back at.
-// PRECOND: grid (8 H_v, spans), 128 threads; spans int32 (first row, rows, slot, position, pending,
-// commits); pending + rows that do not commit <= ring.
-// One warp holds 4 columns of S in registers; it reads them once and stores them at most once. The
-// last span comes first: prompts stand there, and take longest.
+// gets o = S^T q. Stored is S behind the first `entering` of all these tokens: none, those that are
+// pending, or all. Rows that do not enter become records, with the delta that S took in place of v:
+// to take it again needs no sums. Of rows that enter only the u stays that the next convolution
+// looks back at.
+// PRECOND: grid (4 H_v / H_k, H_k, spans), 128 threads; spans int32 (first row, rows, slot, position, pending,
+// entering); pending + rows that do not enter <= ring.
+// One warp holds 8 columns of S in registers; it reads them once and stores them at most once. The
+// last span comes first: prompts stand there, and take longest. State and records are those of
+// earlier steps: they are on their way before the wait.
 KERNEL __launch_bounds__(32 * DELTA_WARPS) delta_rule(const __grid_constant__ DeltaNet work) {
-    follow_predecessor();
+    let_successor_start();
     __shared__ __align__(16) DeltaToken ring[2][DELTA_AHEAD];
-    const int* span = work.spans + 6 * (gridDim.y - 1 - blockIdx.y);
+    const int* span = work.spans + 6 * (gridDim.z - 1 - blockIdx.z);
     const int first = span[0], rows = span[1], slot = span[2], position = span[3],
-              pending = span[4], commits = span[5];
-    const int lane = threadIdx.x & 31, warp = threadIdx.x / 32, part = lane / 2;
-    const int column = 4 * warp + lane % 2 * DELTA_COLUMNS;  // the lane's first in the block
-    const int block_v = blockIdx.x * DELTA_BLOCK_COLUMNS, head = block_v / DELTA_DIM;
-    const int k_head = work.grouped ? head / (work.v_heads / work.k_heads) : head % work.k_heads;
+              pending = span[4], entering = span[5];
+    const bool rows_enter = entering > pending;
+    const int lane = threadIdx.x & 31, warp = threadIdx.x / 32, part = lane % 8;
+    const int column = 8 * warp + lane / 8 * DELTA_COLUMNS;  // the lane's first in the block
+    const int k_head = blockIdx.y, group = gridDim.x / DELTA_HEAD_BLOCKS,
+              of_group = blockIdx.x / DELTA_HEAD_BLOCKS,
+              head = work.grouped ? k_head * group + of_group : of_group * work.k_heads + k_head;
     const int n_k = work.k_heads * DELTA_DIM, n_v = work.v_heads * DELTA_DIM;
+    const int block_v = head * DELTA_DIM + blockIdx.x % DELTA_HEAD_BLOCKS * DELTA_BLOCK_COLUMNS;
     float* o = work.o + int64_t(first) * n_v + block_v + column;
-    for (int row = 0; slot < 0 && part == 0 && row < rows; row++)
-        *reinterpret_cast<float2*>(o + int64_t(row) * n_v) = float2{};
-    if (slot < 0) return;
-    // Copies the tokens from `t` rows behind the first one on. From k on, a record is like a row of
-    // c; what it has in place of q is not used.
+    if (slot < 0) {
+        wait_for_predecessor();
+        for (int row = 0; part == 0 && row < rows; row++)
+            *reinterpret_cast<float2*>(o + int64_t(row) * n_v) = float2{};
+        return;
+    }
+    // Copies the tokens from `t` rows behind the first one on, up to `end`. From k on, a record is
+    // like a row of c.
     const float* c = work.c_row(first);
-    auto fetch = [&](int t, DeltaToken* tokens) {
-        for (int i = warp; i < min(DELTA_AHEAD, rows - t); i += DELTA_WARPS) {
-            const float* q = t + i < 0 ? work.record(slot, position + t + i) + work.channels() - n_k
-                                       : c + int64_t(t + i) * work.c_values;
-            const float *k = q + n_k, *v = k + n_k, *gates = v + n_v + head;
-            const auto copy = [](auto bytes, const float* to, const float* from) {
-                copy_async<bytes>(unsigned(__cvta_generic_to_shared(to)), from);
-            };
-            DeltaToken& token = tokens[i];
-            const int at = 4 * lane, gate = lane % 2;
-            copy(Is<16>(), token.k + at, k + k_head * DELTA_DIM + at);
-            copy(Is<16>(), token.q + at, q + k_head * DELTA_DIM + at);
-            if (at < DELTA_BLOCK_COLUMNS) copy(Is<16>(), token.v + at, v + block_v + at);
-            else if (at < DELTA_BLOCK_COLUMNS + 8)  // beta and decay, by two lanes
-                copy(Is<4>(), &token.beta + gate, gates + gate * work.v_heads);
+    auto fetch = [&](int t, int end, DeltaToken* token) {
+        const auto copy = [](auto bytes, const float* to, const float* from) {
+            copy_async<bytes>(unsigned(__cvta_generic_to_shared(to)), from);
+        };
+#pragma unroll 1
+        for (t += warp, token += warp; t < end; t += DELTA_WARPS, token += DELTA_WARPS) {
+            const float* k = t < 0 ? work.record(slot, position + t) + work.channels()
+                                   : c + int64_t(t) * work.c_values + n_k;
+            const int at = 4 * lane, of_k_head = k_head * DELTA_DIM + at;
+            copy(Is<16>(), token->k + at, k + of_k_head);
+            if (t >= 0) copy(Is<16>(), token->q + at, k - n_k + of_k_head);
+            copy(Is<4>(), token->v + lane, k + n_k + block_v + lane);
+            if (lane < 2)
+                copy(Is<4>(), &token->beta + lane, k + n_k + n_v + head + lane * work.v_heads);
         }
         asm volatile("cp.async.commit_group;");
     };
-    fetch(-pending, ring[0]);
-
+    int t = -pending, end = min(t + DELTA_AHEAD, 0);
+    fetch(t, end, ring[0]);
     float* state = work.state(slot) + (block_v + column) * DELTA_DIM + 4 * part;
     float s[DELTA_COLUMNS][DELTA_VALUES] = {};
     for (int j = 0; position > pending && j < DELTA_COLUMNS; j++)
@@ -3079,51 +3140,61 @@ KERNEL __launch_bounds__(32 * DELTA_WARPS) delta_rule(const __grid_constant__ De
     auto store_state = [&] {
         for (int j = 0; j < DELTA_COLUMNS; j++)
             for (int i = 0; i < DELTA_VALUES; i += 4)
-                *reinterpret_cast<float4*>(state + j * DELTA_DIM + 16 * i) = load4(s[j] + i);
+                *reinterpret_cast<float4*>(state + j * DELTA_DIM + 8 * i) = load4(s[j] + i);
     };
+    wait_for_predecessor();
     // `out` is this lane's part of o, added up with the products of the next token: a sum over
     // lanes is a long wait.
     float out[DELTA_COLUMNS] = {};
     auto store_o = [&](int row, float sum) {
-        if ((lane & ~5) == 2) o[int64_t(row) * n_v + lane / 4] = sum;
+        if ((lane & 5) == 1) o[int64_t(row) * n_v + (lane >> 1 & 1)] = sum;
     };
-    for (int t = -pending, turn = 0; t < rows; turn ^= 1) {
-        asm volatile("cp.async.wait_group 0;");
+    for (int turn = 0; t < rows; turn ^= 1) {
+        const int next = min(end + DELTA_AHEAD, end < 0 ? 0 : rows);
+        fetch(end, next, ring[turn ^ 1]);
+        asm volatile("cp.async.wait_group 1;");
         __syncthreads();
         const DeltaToken* token = ring[turn];
-        const int end = min(t + DELTA_AHEAD, rows);
-        fetch(t + DELTA_AHEAD, ring[turn ^ 1]);
+        for (; t < end && t < 0; t++, token++) {
+            float k[DELTA_VALUES];
+            load_part(k, token->k + 4 * part);
+            const float2 delta = *reinterpret_cast<const float2*>(token->v + column);
+            enter_state(s[0], k, delta.x, token->decay);
+            enter_state(s[1], k, delta.y, token->decay);
+            if (t == -1 && entering == pending) store_state();
+        }
         for (; t < end; t++, token++) {
-            float k[DELTA_VALUES], q[DELTA_VALUES], known[DELTA_COLUMNS];
+            float k[DELTA_VALUES], q[DELTA_VALUES], delta[DELTA_COLUMNS];
             load_part(k, token->k + 4 * part);
             load_part(q, token->q + 4 * part);
             const float2 v = *reinterpret_cast<const float2*>(token->v + column);
-            const float beta = token->beta, decay = token->decay;
-            for (int j = 0; j < DELTA_COLUMNS; j++) known[j] = part_product(s[j], k);  // S^T k
+            const float known[] = {part_product(s[0], k), part_product(s[1], k)};  // S^T k
             const float sum = sum_of_parts(known, out);
             if (t > 0) store_o(t - 1, sum);
             for (int j = 0; j < DELTA_COLUMNS; j++) {
-                const float all = __shfl_sync(ALL_LANES, sum, lane % 2 + 4 * j);
-                const float delta = __fmul_rn(beta, fmaf(-decay, all, j ? v.y : v.x));
-                for (int i = 0; i < DELTA_VALUES; i++)
-                    s[j][i] = fmaf(k[i], delta, __fmul_rn(decay, s[j][i]));
+                const float all = __shfl_sync(ALL_LANES, sum, (lane & ~7) + 2 * j);
+                delta[j] = __fmul_rn(token->beta, fmaf(-token->decay, all, j ? v.y : v.x));
+                enter_state(s[j], k, delta[j], token->decay);
                 out[j] = part_product(s[j], q);
             }
-            if (t == -1 && !commits) store_state();
+            if (!rows_enter && part == 0)
+                *reinterpret_cast<float2*>(work.record(slot, position + t) + work.channels() + n_k +
+                                           block_v + column) = make_float2(delta[0], delta[1]);
         }
+        __syncthreads();
+        end = next;
     }
     store_o(rows - 1, sum_of_parts(out, out));
-    if (commits) store_state();
+    if (rows_enter) store_state();
 
-    const int kept = commits ? min(rows, work.width - 1) : rows;
-    const int channels = work.channels(), values = commits ? channels : work.record_values;
-    for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < kept * values;
-         i += gridDim.x * blockDim.x) {
-        const int row = rows - kept + i / values, at = i % values;
-        work.record(slot, position + row)[at] =
-            at < channels ? work.u_row(first + row)[at]
-                          : c[row * work.c_values + at - channels + n_k];
-    }
+    const int channels = work.channels(), values = rows_enter ? channels : work.record_values;
+    for (int row = rows_enter ? max(0, rows - work.width + 1) : 0; row < rows; row++)
+        for (int at = 4 * ((blockIdx.y * gridDim.x + blockIdx.x) * blockDim.x + threadIdx.x);
+             at < values; at += 4 * gridDim.x * gridDim.y * blockDim.x)
+            if (at < channels + n_k || at >= channels + n_k + n_v)
+                *reinterpret_cast<float4*>(work.record(slot, position + row) + at) =
+                    load4(at < channels ? work.u_row(first + row) + at
+                                        : c + int64_t(row) * work.c_values + at - channels + n_k);
 }
 
 // x[r] = rmsnorm of each head of o, times norm and silu(z): o f32 [rows, cols], z in rows of u that

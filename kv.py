@@ -10,7 +10,11 @@ from itertools import chain
 import numpy as np
 
 PAGE = 64  # tokens of a page
+FEED = -1  # token of a row whose token is still on the device: the last one drawn for its slot
+PARTS_LIMIT = 1 << 28  # bytes of scratch for segments of attention that wait to be merged
 GRAPH_SIZES = 1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128  # rows of decode batches that have a graph
+
+ROW_ARRAYS = "tokens", "positions", "slots", "rope_sets", "tiles", "spans", "logit_rows"
 
 
 @dataclass
@@ -20,14 +24,16 @@ class Batch:
     Decoding, a chunk of prefill and the check of a draft differ only in how many rows a sequence
     has.
     """
-    tokens: np.ndarray  # int32 [rows]; negative: no token (padding), or see device.embed
+    tokens: np.ndarray  # int32 [rows]; FEED, or another negative: no token (padding)
     positions: np.ndarray  # int32 [rows], place of the token in its sequence
     slots: np.ndarray  # int32 [rows], row of page_table; negative: padding
     rope_sets: np.ndarray  # int32 [rows], which of Config.rope_sets
     page_table: np.ndarray  # int32 [slots, pages]: as many as the longest sequence has, about
     tiles: np.ndarray  # int32 [n, 4]: first row, rows, slot, position of the first row
-    spans: np.ndarray  # int32 [n, 6]: the same of a whole sequence, then: pending, commits
+    spans: np.ndarray  # int32 [n, 6]: the same of a whole sequence, then: pending, entering
     logit_rows: np.ndarray  # int32 [n], the rows whose logits are wanted
+    draws: np.ndarray | None = None  # sampling.ROW [n]: how to draw from each of those
+    sizes: tuple | None = None  # rows, tiles and spans, if they were padded to share a graph
 
     @classmethod
     def of(cls, spans, page_table, tile_tokens):
@@ -36,26 +42,38 @@ class Batch:
         `wanted` is how many of the span's last rows need logits. Rows of a span are cut into
         tiles of at most `tile_tokens` rows. Two more numbers matter to recurrent state, which
         cannot be cut back: how many tokens before the span are pending, that is not yet in the
-        state (default 0), and whether this span's own tokens enter it now (default 1) or stay
-        pending until a later step says which of them count.
+        state in memory (default 0), and how many of these and the span's own enter it now: none,
+        those that are pending, or all (default). The others stay pending until a later step says
+        which of them count.
 
         The page table is cut after a power of two of pages that holds all spans, since backends
         split the work on what it could hold: by its whole width a short sequence would get none.
         """
-        whole = np.array([(0, len(ids), slot, position, *(state or (0, 1)), rope_set, wanted)
+        whole = np.array([(0, len(ids), slot, position, *(state or (0, len(ids))), rope_set, wanted)
                           for slot, position, ids, rope_set, wanted, *state in spans], np.int32)
-        _, counts, slots, starts, _, _, sets, wanted = whole.T
+        counts = whole[:, 1]
         whole[:, 0] = counts.cumsum() - counts
-        span = np.arange(len(spans)).repeat(counts)  # of each row
-        rows = np.arange(len(span), dtype=np.int32)
-        inside = rows - whole[span, 0]
-        left, slot, position = counts[span] - inside, slots[span], starts[span] + inside
-        tiles = np.stack([rows, np.minimum(left, tile_tokens), slot, position], 1)
-        last = int((starts + counts)[slots >= 0].max(initial=1)) - 1
-        page_table = np.ascontiguousarray(page_table[:, :max(4, 1 << (last // PAGE).bit_length())])
+        first, count, slot, start, _, _, rope_set, wanted = whole.repeat(counts, axis=0).T
+        row = np.arange(len(first), dtype=np.int32)
+        left, position = first + count - row, start + row - first
+        tiles = np.array([row, np.minimum(left, tile_tokens), slot, position]).T
+        last = int(position[slot >= 0].max(initial=0))
+        page_table = page_table[:, :max(4, 1 << (last // PAGE).bit_length())].copy()
         tokens = np.fromiter(chain.from_iterable(ids for _, _, ids, *_ in spans), np.int32)
-        return cls(tokens, position, slot, sets[span], page_table, tiles[inside % tile_tokens == 0],
-                   whole[:, :6].copy(), rows[left <= wanted[span]])
+        return cls(tokens, position, slot, rope_set, page_table,
+                   tiles[(row - first) % tile_tokens == 0], whole[:, :6], row[left <= wanted])
+
+    def advance(self, rows):
+        """Go on, in place, with the next token of each of the `rows` sequences that have one row
+        each: FEED. What enters a state is the caller's. False if the page table is too narrow."""
+        if self.positions.max() + 1 == PAGE * self.page_table.shape[1]:
+            return False
+        self.tokens[:rows] = FEED
+        self.positions[:rows] += 1
+        self.tiles[:rows, 3] += 1
+        self.spans[:rows, 3] += 1
+        self.draws["position"][:rows] += 1
+        return True
 
     def padded_to(self, rows, tiles=None, spans=None):
         """The same batch with padding up to so many rows, tiles and spans (default: as many as
@@ -63,18 +81,16 @@ class Batch:
         there are any, then none. Only for decode batches, in which every row wants logits.
         """
         n = len(self.tokens)
-
-        def extend(array, count, value):
-            return np.concatenate([array, np.full(count - len(array), value, np.int32)])
+        padding = np.array([[-2], [0], [-1], [0]], np.int32).repeat(rows - n, axis=1)
+        arrays = self.tokens, self.positions, self.slots, self.rope_sets
 
         def cover(array, count):
             more = [(min(row, rows - 1), int(row < rows), -1, 0, 0, 0)[:array.shape[1]]
                     for row in range(n, n + (count or rows) - len(array))]
             return np.concatenate([array, np.array(more, np.int32).reshape(-1, array.shape[1])])
-        return Batch(extend(self.tokens, rows, -2), extend(self.positions, rows, 0),
-                     extend(self.slots, rows, -1), extend(self.rope_sets, rows, 0),
-                     self.page_table, cover(self.tiles, tiles), cover(self.spans, spans),
-                     np.arange(rows, dtype=np.int32))
+        return Batch(*np.concatenate([arrays, padding], axis=1), self.page_table,
+                     cover(self.tiles, tiles), cover(self.spans, spans),
+                     np.arange(rows, dtype=np.int32), sizes=(rows, tiles, spans))
 
     def graph_sizes(self):
         """(rows, tiles, spans) to pad a decode batch to, so that few graphs serve all; or None for

@@ -25,7 +25,7 @@ import contextlib
 import operator
 import threading
 import time
-from collections import Counter, deque
+from collections import defaultdict, deque
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -36,19 +36,18 @@ import model
 import receipts
 import spec
 from errors import LeoneError, ModelError, DeviceError, Overloaded, RequestError, require
-from kv import PAGE, Batch, PagePool, PrefixCache, Snapshot, SnapshotCache, common_prefix
+from kv import FEED, PAGE, Batch, PagePool, PrefixCache, Snapshot, SnapshotCache, common_prefix
 from sampling import ROW, Sampling, check_number
 from sessions import Sessions
 from tokenizer import Tokenizer
 
 VERSION = "0.1.0"
 PENDING = spec.MAX_DRAFT + 1  # most tokens of a sequence outside of its recurrent state
-FEED = -1  # token of a row whose token is still on the device: the last one sampled for its slot
 LOGIT_ROWS = 64  # rows of logits computed at a time when all are wanted
 SNAPSHOT_TOKENS = 8192  # of a long prompt, after which the recurrent state is remembered
 
 
-@dataclass
+@dataclass(slots=True)
 class Event:
     """One generated token: id, the text that became certain with it, log probability."""
     token: int
@@ -57,7 +56,7 @@ class Event:
     drafted: bool = field(default=False, compare=False)  # the token was a draft that proved right
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Request:
     """One sequence from submission to its last token. Read `tokens`, `text`, `finish_reason`."""
     prompt: list
@@ -82,16 +81,14 @@ class Request:
     # where it stands
     slot: int = -1
     pages: list | None = None  # None until its known prefix was looked up
-    draw: object = None  # sampling.ROW record; only its position changes from step to step
     rope_set: int = 0
     state: object = None  # kv.Snapshot to begin from, recurrent models only
     marks: list = field(default_factory=list)  # prompt lengths at which to remember the state
     committed: int = 0  # tokens that are in the recurrent state; what is behind them is pending
     read: int = 0  # prompt tokens whose forward pass was launched
     sampled: int = 0  # tokens whose sampling was launched
-    in_flight: int = 0  # launched steps that name it
     held: str = ""  # text that may be the beginning of a stop string
-    last_step: int = 0  # number of the last step with rows of it
+    last_step: int = -1  # number of the last step with rows of it
     drafted: int = 0  # tokens that were drafted for it
     accepted: int = 0  # and those of them that proved right
     submitted: float = 0.0  # times are those of time.perf_counter()
@@ -113,7 +110,10 @@ class Request:
 class Step:
     """A launched step, whose tokens are still to be read."""
     chosen: list  # see Engine.choose_rows
+    sampled: list  # see Engine.draw
+    batch: Batch
     h: object  # the residual stream of its rows, until the next step is launched
+    drafts: dict  # request -> the drafts behind its token
     result: object  # waits and gives (tokens, log probabilities) of the rows that want them
     logits: dict  # row -> its logits, where a request asked for top_logprobs
     wants: dict  # request -> drafts asked for; if any, the next step waits for this one's tokens
@@ -151,14 +151,15 @@ class Engine:
             if value is not None:
                 check_number(value, int, 1, most, name)
         check_number(state_cache, int, 0, 1 << 62, "state_cache")
+        spec.check_name(draft)  # before the model is loaded, which takes a while
         self.gguf = gguf_file.GGUF(path)
         self.model_hash = receipts.ModelHash(self.gguf.paths)
         self.tokenizer = Tokenizer(self.gguf.metadata)
         self.ops = open_backend(backend)
         try:
             self.cfg, self.weights = model.load(self.gguf, self.ops, progress)
-            self.proposer = spec.proposer(draft, self)
             self.prefill_chunk, self.max_rows = prefill_chunk, max_rows
+            self.proposer = spec.proposer(draft, self)
             if sessions is None and self.cfg.n_state_layers:  # states leave most memory to KV
                 room = self.ops.free_memory() // 4 // self.cfg.state_bytes(PENDING)
                 self.max_sessions = max(1, min(max_rows, room - 1))
@@ -176,11 +177,12 @@ class Engine:
             self.ops.close()
             raise
         self.page_table = np.zeros((self.max_sessions + 1, longest), np.int32)
+        self.draws = np.zeros(self.max_sessions + 1, ROW)  # of each slot, but for the position
         self.free_slots = list(range(self.max_sessions, -1, -1))
         self.waiting, self.active, self.in_flight = deque(), [], deque()
         self.lock = threading.Lock()  # of the queue: requests come from any thread
         self.on_event = lambda request: None  # called when a request has events or has ended
-        self.steps, self.counts, self.closed = 0, Counter(), False
+        self.steps, self.counts, self.closed = 0, defaultdict(int), False
         self.last_step = None
         self.delivered = 0.0  # time at which the tokens of the last step were there
         self.seconds_held = 0.0  # moving average of how long a request holds its pages
@@ -191,11 +193,13 @@ class Engine:
         longest = -(-self.cfg.n_ctx // PAGE)
         if context is not None:
             return -(-context // PAGE), min(longest, -(-context // PAGE))
-        held = (self.max_sessions + 1) * self.cfg.state_bytes(PENDING)
+        models = [(self.cfg, self.max_rows * PENDING), *self.proposer.models]
+        room = int(self.ops.free_memory() * 0.9)
+        room -= (self.max_sessions + 1) * self.cfg.state_bytes(PENDING)
         if self.ops.captures:
-            held += self.scratch_bytes()
-        room = int(self.ops.free_memory() * 0.9) - held
-        room //= PAGE * (self.cfg.kv_bytes_per_token(kv) + self.proposer.kv_bytes_per_token(kv))
+            room -= sum(cfg.scratch_bytes(self.prefill_chunk + self.max_rows, logits)
+                        for cfg, logits in models)
+        room //= PAGE * sum(cfg.kv_bytes_per_token(kv) for cfg, _ in models)
         if room < 1:
             raise DeviceError("no memory is left for the KV cache; use a smaller model, fewer "
                               "--sessions or --kv q8")
@@ -206,15 +210,6 @@ class Engine:
     def longest(self):
         """Most tokens of a sequence: what the model was made for, or what the KV cache holds."""
         return min(self.page_table.shape[1] * PAGE, self.cfg.n_ctx)
-
-    def scratch_bytes(self):
-        """About what the ops of the largest steps will take: float32 results of each width, and
-        logits of all sequences with all drafts, each with the 39 KB that sampling keeps of it."""
-        cfg = self.cfg
-        ff = max(cfg.n_ff, 2 * cfg.n_ff_shared, cfg.n_experts_used * cfg.n_ff_experts)
-        row = 6 * cfg.n_embd + 4 * ff + 4 * cfg.n_heads * cfg.head_dim + 3 * cfg.delta_channels
-        return 4 * ((self.prefill_chunk + self.max_rows) * row
-                    + self.max_rows * PENDING * (cfg.n_vocab + 10_000))
 
     def bytes_per_step(self, rows):
         """Bytes of weights that a step reads, in the format in which the backend keeps them.
@@ -293,7 +288,8 @@ class Engine:
                 code="context_length_exceeded")
         if speculation is None or isinstance(speculation, bool):
             speculation = 0 if speculation is False else spec.MAX_DRAFT
-        check_number(speculation, int, 0, spec.MAX_DRAFT, "speculation")
+        check_number(speculation, int, 0, spec.MAX_DRAFT, "speculation",
+                     "speculation, unless it is true or false,")
         check_number(top_logprobs, int, 0, self.cfg.n_vocab, "top_logprobs")
         check_number(choice, int, 0, 2**32 - 1, "choice")
         request = Request(ids, sampling.seeded(), max_tokens,
@@ -520,12 +516,14 @@ class Engine:
         self.admit()
         if self.in_flight and self.in_flight[-1].wants:
             self.deliver_all()
+        decoding = self.decoding()
         wants = self.controller.lengths({
-            r: min(r.most_drafts, r.max_tokens - r.sampled - 1) for r in self.decoding()})
+            r: min(r.most_drafts, r.max_tokens - r.sampled - 1) for r in decoding})
         if wants and self.in_flight:  # drafts follow tokens that are known
             self.deliver_all()
+            decoding = self.decoding()
             wants = {r: n for r, n in wants.items() if r.finish_reason is None}
-        launched = self.launch_step(wants)
+        launched = self.launch_step(decoding, wants)
         self.deliver_all(but=self.ops.steps_ahead if launched else 0)
         return self.busy
 
@@ -570,8 +568,8 @@ class Engine:
                 continue
             self.active.append(request)
             request.started = time.perf_counter()
-            self.counts.update(prompt_tokens=len(request.prompt),
-                               cached_tokens=request.cached_tokens)
+            self.counts["prompt_tokens"] += len(request.prompt)
+            self.counts["cached_tokens"] += request.cached_tokens
             slot = -1
             if request.sampling.adjusts:
                 slot = request.slot
@@ -581,7 +579,7 @@ class Engine:
                 except DeviceError as error:  # no memory for it
                     request.error = error
                     self.finish(request, "error")
-            request.draw = request.sampling.row(choice=request.choice, adjustment=slot)
+            self.draws[request.slot] = request.sampling.row(choice=request.choice, adjustment=slot)
 
     def decoding(self):
         """The sequences that decode in the next step: where there are more than max_rows, those
@@ -592,11 +590,11 @@ class Engine:
             decoding.sort(key=lambda r: (r.last_step, r.sampled))
         return decoding[:self.max_rows]
 
-    def choose_rows(self, wants):
+    def choose_rows(self, decoding, drafts):
         """[(request, tokens, position, wanted)]: decoding sequences, each with its drafts, then
         chunks of prompts."""
-        chosen, drafts = [], self.proposer.propose(wants) if wants else {}
-        for request in self.decoding():
+        chosen = []
+        for request in decoding:
             token = request.tokens[-1] if len(request.tokens) == request.sampled else FEED
             ids = [token, *drafts.get(request, ())]
             chosen.append((request, ids, len(request.prompt) + request.sampled - 1, len(ids)))
@@ -605,8 +603,6 @@ class Engine:
             part = request.prompt[request.read:request.read + count]
             last = request.read + count == len(request.prompt)
             chosen.append((request, part, request.read, int(last)))
-        for request, *_ in chosen:
-            request.last_step = self.steps
         return chosen
 
     def share_chunk(self, reading):
@@ -626,60 +622,94 @@ class Engine:
             budget -= more
         return [(request, count) for request, count in shares.items() if count]
 
-    def launch_step(self, wants):
-        began = time.perf_counter()
-        chosen = self.choose_rows(wants)
-        self.sweep()
-        if not chosen:
-            return False
-        # Prompts enter a recurrent state at once, decoded tokens when the next step follows them.
-        spans = [(r.slot, position, ids, r.rope_set, wanted, position - r.committed,
-                  int(position < len(r.prompt))) for r, ids, position, wanted in chosen]
-        batch = Batch.of(spans, self.page_table, self.tile_tokens)
-        sampled = [(r, i) for r, _, _, wanted in chosen for i in range(wanted)]
-        if self.last_step:
-            self.proposer.leave(self.last_step)
-        *result, logits, h = self.draw("", self.forward, batch, sampled, slice(len(sampled)))
+    def launch_step(self, decoding, wants):
+        """Launch a forward pass and the drawing of tokens. False if no row is left to run."""
+        began, last = time.perf_counter(), self.last_step
+        if (last and decoding and not wants and last.rows == len(decoding) == len(self.active)
+                and [r for r, _ in last.sampled] == decoding and last.batch.advance(last.rows)):
+            # The last step again, every sequence one token further: nothing else changes.
+            batch, sampled, rows, drafts = last.batch, last.sampled, last.rows, {}
+            chosen = [(r, ids, position + 1, 1) for r, ids, position, _ in last.chosen]
+            states = self.states_of(chosen)
+            batch.spans[:rows, 4:] = states
+        else:
+            drafts = self.proposer.propose(wants) if wants else {}
+            chosen = self.choose_rows(decoding, drafts)
+            if not chosen:
+                return False
+            states = self.states_of(chosen)
+            batch = Batch.of([(r.slot, position, ids, r.rope_set, wanted, *state)
+                              for (r, ids, position, wanted), state in zip(chosen, states)],
+                             self.page_table, self.tile_tokens)
+            sampled = [(r, i) for r, _, _, wanted in chosen for i in range(wanted)]
+            rows = len(batch.tokens)
+        if last:
+            self.proposer.leave(last)
+        *result, logits, h, batch = self.draw("", self.forward, batch, sampled, slice(len(sampled)))
         result = self.ops.fetch(result)
         # Rare and large: these rows wait for their step here, before the next one overwrites them.
         rows_of_logits = {row: self.ops.download_row(logits, row)
                           for row, (request, _) in enumerate(sampled) if request.top_logprobs}
-        for (request, ids, position, wanted), (*_, commits) in zip(chosen, spans):
-            request.read = min(request.read + len(ids), len(request.prompt))
-            request.committed = position + len(ids) * commits
-            request.sampled += min(wanted, 1)
-            request.in_flight += 1
-            first = wanted and request.sampled == 1 and not self.cfg.n_state_layers
-            if first or request.read in request.marks:
+        for (request, ids, position, wanted), (_, entering) in zip(chosen, states):
+            request.last_step = self.steps
+            request.sampled += wanted > 0
+            request.committed += entering
+            if position >= len(request.prompt):
+                continue
+            request.read = position + len(ids)
+            if wanted and not self.cfg.n_state_layers or request.read in request.marks:
                 self.remember(request, request.prompt[:request.read])
-        decoding = sum(not commits for *_, commits in spans)
-        wanted = decoding + sum(wants.values()) if decoding == len(spans) else 0
-        self.last_step = Step(chosen, h, result, rows_of_logits, wants, wanted, began)
+        wanted = len(decoding) + sum(wants.values()) if len(decoding) == len(chosen) else 0
+        self.last_step = Step(chosen, sampled, batch, h, drafts, result, rows_of_logits, wants,
+                              wanted, began)
         self.in_flight.append(self.last_step)
         self.steps += 1
-        self.counts.update(rows=len(batch.tokens), steps_of_16_rows=int(len(sampled) >= 16),
-                           sweeps=decoding > 0)
+        self.counts["rows"] += rows
+        self.counts["steps_of_16_rows"] += len(sampled) >= 16
+        self.counts["sweeps"] += bool(decoding)
         return True
 
+    def states_of(self, chosen):
+        """(pending, entering) of each span, see Batch.of.
+
+        Prompts enter the recurrent state in memory at once, and all before them. Decoded tokens
+        stay pending, since not all may count, until the next ones begin another interval;
+        intervals of slots are staggered, so that steps take the same time.
+        """
+        interval, states = self.ops.state_interval, []
+        for request, ids, position, _ in chosen:
+            pending, end = position - request.committed, position + len(ids)
+            begin = request.committed + request.slot
+            if position < len(request.prompt):
+                entering = end - request.committed
+            elif begin // interval < (end - 1 + request.slot) // interval:
+                entering = pending
+            else:
+                entering = 0
+            states.append((pending, entering))
+        return states
+
     def draw(self, name, forward, batch, sampled, rows):
-        """Launch a forward pass and the drawing of tokens: (tokens, log probabilities, logits, h).
+        """Launch a forward pass and the drawing of tokens: (tokens, log probabilities, logits, h,
+        the batch as it was run).
 
         name: of the graphs, None for no graph. forward: batch -> (logits, h). sampled: pairs
         (request, i), for each of which its request's next token but i is drawn, from these `rows`
         of logits.
         """
-        sizes = batch.graph_sizes() if self.ops.captures and name is not None else None
-        if sizes:
-            batch = batch.padded_to(*sizes)
-        draws = np.zeros(len(batch.logit_rows), ROW)  # zeros are padding
-        draws[rows] = [request.draw for request, _ in sampled]
-        draws["position"][rows] = [len(r.prompt) + r.sampled + i for r, i in sampled]
-        batch, draws = self.ops.upload_batch(batch), self.ops.upload_draws(draws)
+        if batch.draws is None:  # it does not go on from the last step
+            if self.ops.captures and name is not None and (sizes := batch.graph_sizes()):
+                batch = batch.padded_to(*sizes)
+            batch.draws = np.zeros(len(batch.logit_rows), ROW)  # zeros are padding
+            batch.draws[rows] = self.draws[[request.slot for request, _ in sampled]]
+            batch.draws["position"][rows] = [len(r.prompt) + r.sampled + i for r, i in sampled]
+        uploaded, draws = self.ops.upload_batch(batch), self.ops.upload_draws(batch.draws)
 
         def run():
-            logits, h = forward(batch)
-            return *self.ops.sample(logits, draws, batch), logits, h
-        return self.ops.run(sizes and (name, *sizes, batch.page_table.shape[1]), run)
+            logits, h = forward(uploaded)
+            return *self.ops.sample(logits, draws, uploaded), logits, h
+        key = batch.sizes and (name, *batch.sizes, batch.page_table.shape[1])
+        return *self.ops.run(key, run), batch
 
     def deliver(self, step):
         """Wait for a launched step and hand its tokens out."""
@@ -690,33 +720,36 @@ class Engine:
         if step.rows:
             self.controller.time(step.rows, bool(step.wants), now - max(step.began, self.delivered))
         self.delivered = now
-        tokens, logprobs, end = tokens.tolist(), logprobs.tolist(), 0
-        for request, ids, _, wanted in step.chosen:
-            drafts, accepted, end = ids[len(ids) - wanted + 1:], 0, end + wanted
+        for request, drafts in step.drafts.items():
             request.drafted += len(drafts)  # before anybody hears of the end
-            for i, row in enumerate(range(end - wanted, end)):
-                token, logprob = tokens[row], logprobs[row]
-                if request.finish_reason is not None:  # it ended after this step was launched
-                    break
-                if token >= 0 and row in step.logits:
-                    request.top.append(most_likely(step.logits[row], request.top_logprobs,
-                                                   token, logprob))
-                right = i < len(drafts) and drafts[i] == token  # then the next row was, too
-                accepted += right
-                request.accepted += right
-                self.accept(request, token, logprob, right)
-                if not right or request.cancelled:
-                    break
-            if request in step.wants:  # no other step names it: all its tokens are known now
-                self.controller.learn(request, len(drafts), accepted)
-                request.sampled = len(request.tokens)
-                self.counts.update(drafted_tokens=len(drafts), accepted_tokens=accepted)
-            request.in_flight -= 1
+        accepted, wrong = dict.fromkeys(step.wants, 0), None
+        for row, ((request, i), token, logprob) in enumerate(
+                zip(step.sampled, tokens.tolist(), logprobs.tolist())):
+            if request is wrong or request.finish_reason is not None:
+                continue  # the row follows a wrong draft, or was launched before the request ended
+            if request.top_logprobs and token >= 0:
+                request.top.append(most_likely(step.logits[row], request.top_logprobs,
+                                               token, logprob))
+            drafts = step.drafts.get(request, ())
+            right = i < len(drafts) and drafts[i] == token  # then the next row is, too
+            if right:
+                request.accepted += 1
+                accepted[request] += 1
+            self.accept(request, token, logprob, right)
+            if not right or request.cancelled:
+                wrong = request
+        for request in step.wants:  # no other step names it: all its tokens are known now
+            drafted = len(step.drafts.get(request, ()))
+            self.controller.learn(request, drafted, accepted[request])
+            request.sampled = len(request.tokens)
+            self.counts["drafted_tokens"] += drafted
+            self.counts["accepted_tokens"] += accepted[request]
         self.sweep()
 
     def sweep(self):
         """Free what ended requests held, once no launched step names them."""
-        for request in [r for r in self.active if r.finish_reason and not r.in_flight]:
+        done = self.steps - len(self.in_flight)
+        for request in [r for r in self.active if r.finish_reason and r.last_step < done]:
             self.active.remove(request)
             self.release(request)
 
@@ -730,19 +763,19 @@ class Engine:
         request.tokens.append(token)
         request.logprobs.append(logprob)
         ended = token in self.tokenizer.eos_ids and not request.ignore_eos
+        reason = ("stop" if ended else
+                  "length" if len(request.tokens) == request.max_tokens else None)
         unknown = token >= self.cfg.n_tokens  # a row that only pads the table: it has no text
-        text = request.held + ("" if ended or unknown else request.stream.feed(token))
-        last = ended or len(request.tokens) == request.max_tokens
-        if last:
+        text = "" if ended or unknown else request.stream.feed(token)
+        if reason:
             text += request.stream.flush()
-        stop = request.sampling.stop
-        text, request.held, stopped = split_at_stop(text, stop, last) if stop else (text, "", False)
+        if stop := request.sampling.stop:
+            text, request.held, stopped = split_at_stop(request.held + text, stop, reason)
+            reason = "stop" if stopped else reason
         request.text += text
         request.events.append(Event(token, text, logprob, drafted))
-        if ended or stopped:
-            self.finish(request, "stop")
-        elif last:
-            self.finish(request, "length")
+        if reason:
+            self.finish(request, reason)
         else:
             self.on_event(request)
 

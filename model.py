@@ -14,7 +14,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
 from gguf_file import MAX_POSITION, REQUIRED, Tensor, can_dequantise
-from kv import state_layout
+from kv import PARTS_LIMIT, state_layout
 
 # ---- Config: the numbers of a model --------------------------------------------------------------
 
@@ -165,6 +165,15 @@ class Config:
         """Bytes of one sequence's state in all layers, with room for `pending` pending tokens."""
         matrix, ring, record = state_layout(self, pending)
         return 4 * self.n_state_layers * (matrix + ring * record)
+
+    def scratch_bytes(self, rows, logits):
+        """About what the ops of steps of up to `rows` rows take, of which `logits` have logits:
+        float32 results of each width, parts of attention over a whole context (a page table may
+        have twice its segments of 256), and logits, each row with the 39 KB that sampling keeps."""
+        ff = max(self.n_ff, 2 * self.n_ff_shared, self.n_experts_used * self.n_ff_experts)
+        row = 6 * self.n_embd + 4 * ff + 4 * self.n_heads * self.head_dim + 3 * self.delta_channels
+        parts = 4 * rows * self.n_heads * self.value_dim * -(-self.n_ctx // 128)
+        return 4 * (rows * row + logits * (self.n_vocab + 10_000)) + min(parts, PARTS_LIMIT)
 
 
 def read_heads(gguf, key, latent, n_embd):
@@ -351,7 +360,7 @@ class DeltaNet(NamedTuple):
 
 class Dense(NamedTuple):
     """Handles of a gated feed-forward network."""
-    gate_up: object  # matrix [2 n_ff, n_embd]: rows of gate, then of up
+    gate_up: object  # for linear_silu: [2 n_ff, n_embd], rows of gate, then of up
     down: object  # matrix [n_embd, n_ff]
 
 
@@ -359,9 +368,8 @@ class Mixture(NamedTuple):
     """Handles of a mixture of experts."""
     router: object  # matrix [n_experts, n_embd], and one more row if the shared expert is gated
     bias: object  # vector [n_experts] that counts in the choice of experts only, or None
-    gate_up: object  # for each expert a matrix [2 n_ff_experts, n_embd]
-    down: object  # for each expert a matrix [n_embd, n_ff_experts]
-    shared: object  # Dense or None
+    experts: Dense  # of one handle for all experts each, n_ff_experts wide
+    shared: Dense | None  # n_ff_shared wide
 
 
 class Layer(NamedTuple):
@@ -474,10 +482,10 @@ class Binder:
         else:
             mixer = (self.latent if cfg.latent else self.attention)(index - states)
         after = "post_attention_norm.weight"  # another name of ffn_norm
+        norm = self.vector(after if self.has(after) else "ffn_norm.weight", cfg.n_embd)
         mixed = cfg.n_experts and index >= cfg.n_dense_layers
-        return Layer(self.vector("attn_norm.weight", cfg.n_embd), mixer,
-                     self.vector(after if self.has(after) else "ffn_norm.weight", cfg.n_embd),
-                     self.mixture() if mixed else self.dense("", cfg.n_ff))
+        return Layer(self.vector("attn_norm.weight", cfg.n_embd), mixer, norm,
+                     self.mixture(norm) if mixed else self.dense(norm, cfg.n_ff))
 
     def attention(self, kv_layer):
         cfg, bias = self.cfg, None
@@ -527,22 +535,24 @@ class Binder:
             self.vector("ssm_norm.weight", cfg.delta_dim),
             self.matrix({"ssm_out": cfg.n_embd}, inner))
 
-    def dense(self, kind, width):
+    def dense(self, norm, width, kind="", *count, share=1.0):
+        """A gated network, or `count` of experts, behind an RMSNorm with the weights `norm`."""
         parts = {f"ffn_gate{kind}": width, f"ffn_up{kind}": width}
-        return Dense(self.matrix(self.fused(f"ffn_up{kind}", parts), self.cfg.n_embd),
-                     self.matrix({f"ffn_down{kind}": self.cfg.n_embd}, width))
+        for name in f"ffn_gate_up{kind}", f"ffn_up{kind}":
+            parts = self.fused(name, parts)
+        gate_up = self.weights(parts, *count, self.cfg.n_embd)
+        down = self.weights({f"ffn_down{kind}": self.cfg.n_embd}, *count, width)
+        self.reads += [(tensor, share) for tensor in gate_up + down]
+        return Dense(*self.ops.gated(gate_up, down, norm))
 
-    def mixture(self):
-        cfg, n, width = self.cfg, self.cfg.n_experts, self.cfg.n_ff_experts
+    def mixture(self, norm):
+        cfg, n = self.cfg, self.cfg.n_experts
         router = {"ffn_gate_inp": n} | ({"ffn_gate_inp_shexp": 1} if cfg.shared_gated else {})
-        gate_up = self.fused("ffn_gate_up_exps", {"ffn_gate_exps": width, "ffn_up_exps": width})
-        share = cfg.n_experts_used / n
         return Mixture(
             router=self.matrix(router, cfg.n_embd),
             bias=self.vector("exp_probs_b.bias", n) if self.has("exp_probs_b.bias") else None,
-            gate_up=self.matrix(gate_up, n, cfg.n_embd, share=share),
-            down=self.matrix({"ffn_down_exps": cfg.n_embd}, n, width, share=share),
-            shared=self.dense("_shexp", cfg.n_ff_shared) if cfg.n_ff_shared else None)
+            experts=self.dense(norm, cfg.n_ff_experts, "_exps", n, share=cfg.n_experts_used / n),
+            shared=self.dense(norm, cfg.n_ff_shared, "_shexp") if cfg.n_ff_shared else None)
 
     def mtp(self, embed, output):
         cfg = self.cfg
@@ -678,15 +688,13 @@ def delta_net(w, x, h, angles, cfg, batch, kv, ops):
 
 
 def dense(w, x, h, cfg, batch, ops):
-    x = ops.silu_mul(ops.linear(x, w.gate_up))
-    ops.linear_add(x, w.down, h)
+    ops.linear_add(ops.linear_silu(x, w.gate_up), w.down, h)
 
 
 def mixture(w, x, h, cfg, batch, ops):
     logits, shared = ops.linear(x, w.router), None
     routes = ops.route(logits, w.bias, cfg, batch)
-    y = ops.silu_mul(ops.linear_experts(x, w.gate_up, routes))
-    y = ops.linear_experts(y, w.down, routes)
+    y = ops.linear_experts(ops.linear_silu(x, w.experts.gate_up, routes), w.experts.down, routes)
     if w.shared is not None:
-        shared = ops.linear(ops.silu_mul(ops.linear(x, w.shared.gate_up)), w.shared.down)
+        shared = ops.linear(ops.linear_silu(x, w.shared.gate_up), w.shared.down)
     ops.combine(y, routes, shared, logits if cfg.shared_gated else None, h)

@@ -35,7 +35,7 @@ from gguf import quants
 
 import sampling
 from errors import RequestError
-from kv import PAGE, state_layout
+from kv import FEED, PAGE, state_layout
 
 ROWS = 8  # token rows of the product that defines the bits
 TILES = 64, 32, 16, ROWS  # token rows of one BLAS call, where they are safe
@@ -104,6 +104,7 @@ class Reference:
         self.free_bytes = memory_limit if memory_limit is not None else available_memory() // 2
         self.panels = {}  # address of a tensor -> its Panels: tied matrices are expanded once
         self.adjustments = {}  # slot -> ADJUSTMENT [n_vocab]
+        self.last_tokens = {}  # slot -> the token drawn last for it
         self.allocated = {}  # purpose -> bytes
         self.tiles = {}  # weight shape -> sizes of safe token tiles, largest first
 
@@ -121,6 +122,12 @@ class Reference:
     def experts(self, tensors):
         """A Matrix for each expert, or head, from `tensors`, each [experts, rows, cols]."""
         return [self.matrix(parts) for parts in zip(*(tensor.parts() for tensor in tensors))]
+
+    def gated(self, gate_up, down, norm):
+        """Handles of a gated feed-forward network, or of experts: `gate_up` for linear_silu, in one
+        tensor or in two, and `down` for what it gives. norm: of the RMSNorm before them."""
+        make = self.matrix if len(down[0].shape) == 2 else self.experts
+        return make(gate_up), make(down)
 
     def vector(self, array):
         return np.asarray(array, self.dtype)
@@ -159,6 +166,7 @@ class Reference:
 
     # ---- steps: the same protocol as the device, with nothing to copy ---------------------------
 
+    state_interval = 1
     steps_ahead = 0  # a result is there when an op returns
     captures = False
 
@@ -209,11 +217,14 @@ class Reference:
     # ---- ops, in the order in which the forward pass calls them --------------------------------
 
     def embed(self, table, batch):
-        """h [rows, n_embd]: one row of the table per token. Rows with a negative token are zero."""
+        """h [rows, n_embd]: one row of the table per token. FEED is the one that was drawn last for
+        the row's slot; rows with another negative token are zero."""
         h = np.zeros((len(batch.tokens), table.cols), self.dtype)
-        real = batch.tokens >= 0
+        tokens = [self.last_tokens.get(slot, 0) if token == FEED else token
+                  for token, slot in zip(batch.tokens.tolist(), batch.slots.tolist())]
+        real = np.array(tokens) >= 0
         if real.any():
-            h[real] = dequantised(table.tensors[0], batch.tokens[real], self.dtype)
+            h[real] = dequantised(table.tensors[0], np.array(tokens)[real], self.dtype)
         return h
 
     def rmsnorm(self, h, weight, eps, rows=None):
@@ -262,6 +273,13 @@ class Reference:
                 tile[:left] = x[at:]
             out[at:at + size] = (np.ascontiguousarray(tile) @ weight)[:left]
             at += size
+
+    def linear_silu(self, x, w, routes=None):
+        """x [rows, F] = silu(gate) * up of x times the rows of w, those of gate first; or, with
+        `routes`, of what linear_experts gives."""
+        y = self.linear(x, w) if routes is None else self.linear_experts(x, w, routes)
+        gate, up = np.split(y, 2, axis=-1)
+        return silu(gate) * up
 
     def linear_add(self, x, w, h):
         """h += x times the rows of w, in place; h may have more rows, of padding, than x."""
@@ -380,24 +398,25 @@ class Reference:
     def delta_rule(self, u, c, cfg, layer, kv, batch):
         """o [rows, H_v d] = S^T q, S being the state of each v head after the row's own token.
 
-        The state in memory first takes the span's pending tokens; its rows enter it only if the
-        span commits, else they become the pending ones. Rows with a negative slot give zeros.
+        The state in memory takes the first `entering` of the span's pending tokens and its rows:
+        none, those that are pending, or all. Rows with a negative slot give zeros.
         """
         states, channels = kv.states, cfg.delta_channels
         q, tokens = np.split(c, [cfg.delta_k_heads * cfg.delta_dim], axis=1)
         records = np.concatenate([u[:, :channels], tokens], axis=1)
         o = np.zeros((len(u), cfg.delta_v_heads, cfg.delta_dim), self.dtype)
-        for first, rows, slot, position, pending, commits in batch.spans:
+        for first, rows, slot, position, pending, entering in batch.spans:
             if slot < 0:
                 continue
             recent, state = states.recent[slot, layer], states.matrix[slot, layer]
             if position == pending:
                 state[:] = 0
+            state = state if entering else state.copy()
             for at in range(position - pending, position):
-                delta_step(state, recent[at % states.ring, channels:], cfg)
-            state = state if commits else state.copy()
+                delta_step(state, recent[at % states.ring, channels:], cfg, pending=True)
+            state = state if entering > pending else state.copy()
             for row in range(first, first + rows):
-                delta_step(state, tokens[row], cfg)
+                delta_step(state, records[row, channels:], cfg)
                 o[row] = np.einsum("hvk,hk->hv", state, of_v_heads(q[row], cfg))
             kept = np.arange(max(0, rows - states.ring), rows)
             recent[(position + kept) % states.ring] = records[first + kept]
@@ -408,11 +427,6 @@ class Reference:
         heads = o.reshape(len(o), cfg.delta_v_heads, cfg.delta_dim)
         z = u[:, cfg.delta_channels:cfg.delta_channels + o.shape[1]]
         return self.rmsnorm(heads, norm, cfg.rms_eps).reshape(o.shape) * silu(z)
-
-    def silu_mul(self, gate_up):
-        """x [rows, F] = silu(gate) * up of gate_up [rows, 2F], gate first."""
-        gate, up = np.split(gate_up, 2, axis=-1)
-        return silu(gate) * up
 
     def route(self, logits, bias, cfg, batch):
         """Routes of each row: its n_experts_used best by probability + bias, ties to the lower one.
@@ -471,8 +485,15 @@ class Reference:
         h += total
 
     def sample(self, logits, draws, batch):
-        """(tokens int32, log probabilities f32) of one drawn token per row; see sampling.py."""
-        return sampling.sample(logits, draws, self.adjustments)
+        """(tokens int32, log probabilities f32) of one drawn token per row; see sampling.py.
+
+        The tokens are also kept for rows of later steps that FEED on the last one of their slot.
+        """
+        tokens, logprobs = sampling.sample(logits, draws, self.adjustments)
+        drawn = draws["active"] > 0
+        self.last_tokens.update(zip(batch.slots[batch.logit_rows[drawn]].tolist(),
+                                    np.maximum(tokens[drawn], 0).tolist()))
+        return tokens, logprobs
 
     def copy_page(self, kv, source, target):
         for array in kv.arrays:
@@ -587,8 +608,8 @@ class States:
     matrix: S of each v head, transposed to [d of v, d of k], so that sums run along the last axis
     (einsum: without an array of products, 3 to 20 times as fast).
     recent: at place position % ring u's q | k | v of a token (the convolution looks back), then
-    k | v | beta | decay (a pending token enters the matrix later). The ring holds those that are
-    pending and those that become so, or those that are pending and what the convolution needs.
+    k | delta | beta | decay (a pending token enters the matrix later). The ring holds those that
+    are pending and those that become so, or those that are pending and what the convolution needs.
     """
 
     def __init__(self, cfg, n_states, pending, dtype):
@@ -607,14 +628,16 @@ def of_v_heads(x, cfg):
     return x.reshape(-1, cfg.delta_dim)[k_head]
 
 
-def delta_step(state, token, cfg):
-    """Enter one token into state [H_v, d of v, d of k], in place. token: k | v | beta | decay."""
+def delta_step(state, token, cfg, pending=False):
+    """Enter one token into state [H_v, d of v, d of k], in place. token: k | v | beta | decay; its
+    v becomes delta, by which the state grows along k, and that of a pending token is delta."""
     n_k, n_v = cfg.delta_k_heads * cfg.delta_dim, cfg.delta_v_heads * cfg.delta_dim
     k, v, beta, decay = np.split(token, np.cumsum([n_k, n_v, cfg.delta_v_heads]))
     k, v = of_v_heads(k, cfg), v.reshape(-1, cfg.delta_dim)
     state *= decay[:, None, None]
-    delta = beta[:, None] * (v - np.einsum("hvk,hk->hv", state, k))
-    state += delta[..., None] * k[:, None]
+    if not pending:
+        v[:] = beta[:, None] * (v - np.einsum("hvk,hk->hv", state, k))
+    state += v[..., None] * k[:, None]
 
 
 def quantise_q8(x):

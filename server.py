@@ -659,6 +659,7 @@ def is_local(host):
 def build_parser():
     parser = cli.Parser(prog="server.py", fromfile_prefix_chars="@",
                         description="Serve a GGUF model over HTTP. @FILE reads options from FILE.")
+    parser.set_defaults(run=run)
     add = parser.add_argument
     add("-m", "--model", required=True, metavar="FILE", help="GGUF file")
     for option in "--backend", "--kv", "--ctx", "--prefill-chunk", "--draft":
@@ -683,7 +684,7 @@ def build_parser():
 
 
 def open_server(args):
-    """The server that the command line asks for, not started. Raises LeoneError, OSError."""
+    """The server that the command line asks for, not started. Raises RequestError, OSError."""
     host, _, port = args.bind.rpartition(":")
     try:
         address = socket.gethostbyname(host or "127.0.0.1"), int(port)
@@ -693,24 +694,23 @@ def open_server(args):
             f"{host} can be reached from other machines; say --allow-remote if that is meant, and "
             "set --api-key")
     require(args.api_key != "", "the API key is empty; leave --api-key out to need none")
-    return Server(
-        lambda: cli.open_engine(
-            args, max_rows=args.batch_size, queue=args.queue, queue_tokens=args.queue_tokens,
-            sessions=args.sessions, session_store=args.session_store,
-            state_cache=args.state_cache << 20),
-        address, Path(args.model).stem, args.api_key, args.cors,
-        args.receipt_key and receipts.load_key(args.receipt_key), args.quiet, args.verbose)
-
-
-def main(argv=None):
-    args = build_parser().parse_args(argv)
-    sys.setswitchinterval(SWITCH_S)
+    key = args.receipt_key and receipts.load_key(args.receipt_key)
+    open_engine = lambda: cli.open_engine(
+        args, max_rows=args.batch_size, queue=args.queue, queue_tokens=args.queue_tokens,
+        sessions=args.sessions, session_store=args.session_store,
+        state_cache=args.state_cache << 20)
     try:
-        server = open_server(args)
-    except (LeoneError, OSError, OverflowError) as error:
-        print(f"leone: {chat.one_line(error)}", file=sys.stderr)
-        return 2
-    stop = threading.Event()
+        return Server(open_engine, address, Path(args.model).stem, args.api_key, args.cors, key,
+                      args.quiet, args.verbose)
+    except (OSError, OverflowError) as error:  # OverflowError: no such port
+        raise RequestError(f"cannot listen at {args.bind}: {getattr(error, 'strerror', error)}; "
+                           "give another HOST:PORT with --bind, port 0 for a free one") from None
+
+
+def run(args):
+    """Serve until a signal comes; returns the exit code."""
+    sys.setswitchinterval(SWITCH_S)
+    server, stop = open_server(args), threading.Event()
 
     def on_signal(*_):
         if stop.is_set() or not server.loaded.is_set():
@@ -728,4 +728,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(cli.main(parser=build_parser()))

@@ -18,9 +18,11 @@ A file of the store, NAME.kv, integers little-endian:
                  kv, the pages as the backend keeps them, and state, for models that have one
 
 It is written under another name, synced, renamed and its folder synced: a file is whole or not
-there. Every byte is under a hash, and a file that is damaged or of another model is an error.
+there. Every byte is under a hash, and a file that is damaged or of another model is an error. An
+engine locks the folder until it is closed or its process ends: no other one writes there meanwhile.
 """
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
@@ -80,14 +82,18 @@ class Sessions:
         engine.model_hash.begin()  # the first file to be written or read needs it
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
+            self.descriptor = os.open(self.folder, os.O_RDONLY)
+            fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             for path in self.folder.glob(".*.kv.part"):  # of a write that was cut short
                 path.unlink()
             for path in sorted(self.folder.glob("*.kv")):
                 if NAME.fullmatch(path.stem):
                     self.known[path.stem] = Session(path.stem, used=path.stat().st_mtime, filed=0)
         except OSError as error:
-            raise RequestError(f"the session store {folder} cannot be used: {error.strerror}; "
-                               "choose a folder that can be written") from None
+            held = isinstance(error, BlockingIOError)
+            raise RequestError(f"the session store {folder} cannot be used: "
+                               f"{'another server has it' if held else error.strerror}; choose a "
+                               "folder of its own, on a local disk, that can be written") from None
 
     # ---- the engine's side -------------------------------------------------------------------
 
@@ -160,12 +166,15 @@ class Sessions:
         return sum(s.filed is not None for s in list(self.known.values()))
 
     def close(self):
-        """Store every session that is in memory; what cannot be stored is said on stderr."""
+        """Store every session that is in memory; what cannot be stored is said on stderr. Then the
+        store is free for others."""
         for session in self.known.values():
             try:
                 self.store(session)
             except RequestError as error:
                 print(f"leone: {error}", file=sys.stderr)
+        if self.folder:
+            os.close(self.descriptor)
 
     def answers(self, name):
         """{text: ids} of the answers that were sampled in a session, to which a caller may add.
@@ -275,11 +284,7 @@ class Sessions:
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(part, path)
-            folder = os.open(self.folder, os.O_RDONLY)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
+            os.fsync(self.descriptor)
         except OSError as error:
             with contextlib.suppress(OSError):
                 part.unlink()

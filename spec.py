@@ -30,7 +30,8 @@ import numpy as np
 
 import gguf_file
 import model
-from kv import GRAPH_SIZES, Batch
+from errors import require
+from kv import FEED, GRAPH_SIZES, Batch
 
 MAX_DRAFT = 8  # most drafts of a sequence in one step
 # Token ids that the model's own head drafts, of those that BPE merged first: the most frequent. It
@@ -40,6 +41,7 @@ FREQUENT = 1 << 15
 
 class Proposer:
     """Where drafts come from: nowhere. One serves all requests of an engine, on its thread."""
+    models = ()  # (Config, most rows with logits in a step) of models of its own
 
     def propose(self, wants):
         """{request: drafts} for {request: most drafts}: token ids that may follow its tokens.
@@ -48,12 +50,8 @@ class Proposer:
         """
         return {}
 
-    def kv_bytes_per_token(self, kv_format):
-        """Bytes of KV of one's own."""
-        return 0
-
     def allocate(self, n_pages, kv_format):
-        """Make room for that KV, under the page numbers of the engine's."""
+        """Make room for KV of its own, under the page numbers of the engine's."""
 
     def leave(self, step):
         """The next step is launched now: what this one left on the device is overwritten."""
@@ -118,9 +116,7 @@ class DraftModel(Proposer):
         gguf.require(not self.cfg.n_state_layers, "a draft model cannot be a recurrent one; choose "
                      "another, or --draft ngram")
         self.tile_tokens = engine.ops.tile_tokens(self.cfg)
-
-    def kv_bytes_per_token(self, kv_format):
-        return self.cfg.kv_bytes_per_token(kv_format)
+        self.models = (self.cfg, max(engine.max_rows, GRAPH_SIZES[-1])),
 
     def allocate(self, n_pages, kv_format):
         self.kv = self.engine.ops.pages(self.cfg, n_pages, kv_format)
@@ -136,15 +132,14 @@ class DraftModel(Proposer):
             spans.append(self.span(request, start, new[:room], request in drafts))
             self.read[request] = start + len(new[:room])
             room -= len(new[:room])
-        going = list(drafts)
+        drawn, going = [], list(drafts)
         for i in range(max(wants.values())):
-            for request, token in zip(going, self.draw(spans, going, i)):
-                drafts[request].append(token)
-            going = [r for r in going if i + 1 < wants[r] and drafts[r][-1] >= 0]
-            spans = [self.span(r, self.read[r] + i, drafts[r][-1:], True) for r in going]
+            drawn.append((going, self.draw(spans, going, i)))
+            going = [r for r in going if i + 1 < wants[r]]
+            spans = [self.span(r, self.read[r] + i, [FEED], True) for r in going]
             if not going:
                 break
-        return valid(drafts, self.engine.cfg.n_vocab)
+        return drafts_of(drawn, self.engine.cfg.n_vocab)
 
     def span(self, request, position, ids, wanted):
         long = len(request.prompt) + request.max_tokens > self.cfg.rope_long_from
@@ -185,18 +180,17 @@ class Mtp(Proposer):
     def propose(self, wants):
         """First the pairs of the last step that are known by now, then draft after draft."""
         step = self.followed = self.engine.last_step
-        active, drafts = self.pairs(step, wants) if step else {}, {}
+        active, drawn = self.pairs(step, wants) if step else {}, []
         hidden = self.hidden(step) if active else None
         for place in range(max(wants.values())):
             wanted = [request for request in active if wants.get(request, 0) > place]
             if not wanted:
                 break
             tokens, hidden = self.draw(hidden, active, wanted, place)
-            for request, token in zip(wanted, tokens):
-                drafts.setdefault(request, []).append(token)
+            drawn.append((wanted, tokens))
             active = {r: (active[r][0] + len(active[r][2]) - 1, active[r][1] + len(active[r][2]),
-                          drafts[r][-1:]) for r in wanted}
-        return valid(drafts, self.engine.cfg.n_vocab)
+                          [FEED]) for r in wanted}
+        return drafts_of(drawn, self.engine.cfg.n_vocab)
 
     def pairs(self, step, wants):
         """{request: (first row, its position, the tokens behind its and the next rows')}, in the
@@ -215,7 +209,7 @@ class Mtp(Proposer):
         return engine.ops.rmsnorm_f32(step.h, engine.weights.output_norm, engine.cfg.rms_eps)
 
     def draw(self, hidden, active, wanted, place=0):
-        """(a token at `place` of the draft for each of `wanted`, the next `hidden`)."""
+        """(see draw_last, a token at `place` of the draft of each of `wanted`; next `hidden`)."""
         engine, spans, end = self.engine, [], 0
         for request, (row, position, ids) in active.items():
             spans.append((-1, 0, [-2] * (row - end), 0, 0))
@@ -232,19 +226,28 @@ class Mtp(Proposer):
 
 
 def draw_last(engine, name, forward, batch, sampled):
-    """(tokens of Engine.draw, its last result), from the rows of `batch` that want logits.
+    """(a function that waits for the tokens of Engine.draw, its last result), from the rows of
+    `batch` that want logits. The tokens are on the device: the next batch can FEED on them.
 
     Small batches get logits in all rows: then a graph can be replayed.
     """
     rows, count = slice(None), len(batch.tokens)
     if name and sampled and engine.ops.captures and count <= GRAPH_SIZES[-1]:
         rows, batch.logit_rows = batch.logit_rows, np.arange(count, dtype=np.int32)
-    tokens, _, _, last = engine.draw(name, forward, batch, sampled, rows)
-    return engine.ops.fetch([tokens])()[0][rows].tolist() if sampled else [], last
+    tokens, *_, last, _ = engine.draw(name, forward, batch, sampled, rows)
+    if not sampled:
+        return list, last
+    arrived = engine.ops.fetch([tokens])
+    return lambda: arrived()[0][rows].tolist(), last
 
 
-def valid(drafts, n_vocab):
-    """The drafts up to the first token that is none: of broken logits, or one row too many."""
+def drafts_of(drawn, n_vocab):
+    """{request: drafts}, from the requests and the tokens of each round. A draft ends before the
+    first token that is none: of broken logits, or a row that only pads the table."""
+    drafts = {}
+    for requests, tokens in drawn:
+        for request, token in zip(requests, tokens()):
+            drafts.setdefault(request, []).append(token)
     drafts = {request: list(takewhile(lambda token: 0 <= token < n_vocab, draft))
               for request, draft in drafts.items()}
     return {request: draft for request, draft in drafts.items() if draft}
@@ -271,8 +274,8 @@ class Controller:
         """fixed: drafts of each sequence in each step, with nothing left to choose."""
         self.fixed, self.steps = fixed, 0
         # [slot, place in the draft]: decayed counts; place 0: was there any draft? Row -1: all.
-        self.tried = np.zeros((n_slots + 1, MAX_DRAFT + 1))
-        self.right = np.zeros((n_slots + 1, MAX_DRAFT + 1))
+        self.outcomes = np.zeros((2, n_slots + 1, MAX_DRAFT + 1))
+        self.tried, self.right = self.outcomes
         # [drafts or not, size]: averages, when they were measured last, and how often
         self.seconds = np.zeros((2, len(self.SIZES)))
         self.measured, self.count = np.zeros((2, 2, len(self.SIZES)))
@@ -285,24 +288,25 @@ class Controller:
         """
         if self.fixed is not None:
             return {r: n for r, most in limits.items() if (n := min(most, self.fixed)) > 0}
-        self.steps += 1
-        count, plain = len(limits), self.cost(False, len(limits))
-        if not np.all(plain):  # not known yet
+        if not any(limits.values()):
             return {}
-        slots, everyone = [request.slot for request in limits], -1
-        self.tried[[*slots, everyone]] *= self.AGE
-        self.right[[*slots, everyone]] *= self.AGE
-        common = (self.right[everyone] + self.OPTIMISM) / (self.tried[everyone] + 1)
-        rates = (self.right[slots] + 2 * common) / (self.tried[slots] + 2)
+        self.steps += 1
+        self.outcomes *= self.AGE
+        count, plain = len(limits), self.cost(False, len(limits))
+        if not plain:  # not known yet
+            return {}
+        tried, right = self.outcomes[:, [*(request.slot for request in limits), -1]]  # -1: all
+        common = (right[-1] + self.OPTIMISM) / (tried[-1] + 1)
+        rates = (right[:-1] + 2 * common) / (tried[:-1] + 2)
         chances = rates.cumprod(axis=1)  # that a draft is there, that it is right up to place 1, ..
-        allowed = np.arange(MAX_DRAFT) < np.array(list(limits.values()))[:, None]
-        gains = np.where(allowed, chances[:, 1:], 0).ravel()
-        order = np.argsort(-gains, kind="stable")[:np.count_nonzero(gains)]  # best drafts first
+        allowed = np.arange(MAX_DRAFT) < np.array([*limits.values()])[:, None]
+        gains = (chances[:, 1:] * allowed).ravel()
+        order = (-gains).argsort()[:np.count_nonzero(gains)]  # best drafts first
         # No more than twice the rows that any step had: what lies beyond is not known.
         order = order[:max(0, 2 * self.largest - count)]
         seconds = np.maximum(plain, self.cost(True, count + np.arange(len(order) + 1)))
         seconds[0] = plain
-        speeds = (count + np.cumsum([0, *gains[order]])) / seconds
+        speeds = (count + np.append(0, gains[order]).cumsum()) / seconds
         chosen = order[:speeds.argmax()]  # none where that is as good
         lengths = np.bincount(chosen // MAX_DRAFT, minlength=count).tolist()
         return {request: n for request, n in zip(limits, lengths) if n}
@@ -310,16 +314,16 @@ class Controller:
     def cost(self, drafts, rows):
         """Seconds of steps of so many rows: of the nearest size where theirs is not known, and 0
         where none is."""
-        known = np.flatnonzero(self.count[int(drafts)] > self.WARM_UP)
+        known, = (self.count[int(drafts)] > self.WARM_UP).nonzero()
         if not known.size:
-            return np.zeros(np.shape(rows))
+            return 0 * rows
         age = self.steps - self.measured[int(drafts), known]
         seconds = self.seconds[int(drafts), known] * self.AGE ** age
-        return np.interp(np.searchsorted(self.SIZES, rows), known, seconds)
+        return np.interp(self.SIZES.searchsorted(rows), known, seconds)
 
     def time(self, rows, drafts, seconds):
         """A step of decoding sequences took so long, which was to have so many rows."""
-        at = int(drafts), np.searchsorted(self.SIZES, rows)
+        at = int(drafts), self.SIZES.searchsorted(rows)
         self.count[at] += 1
         if self.count[at] > self.WARM_UP:
             age, known = self.steps - self.measured[at], self.seconds[at]
@@ -341,6 +345,13 @@ class Controller:
         self.tried[request.slot] = self.right[request.slot] = 0
 
 
+def check_name(name):
+    """RequestError unless `name` may name a proposer."""
+    is_path = isinstance(name, (str, os.PathLike)) and os.path.isfile(name)
+    require(is_path or name in ("auto", "off", "ngram", "mtp"), f'--draft is "{name}", which is no '
+            "file; choose auto, off, ngram, mtp or the GGUF file of a smaller model", param="draft")
+
+
 def proposer(name, engine):
     """The Proposer that --draft names: "off", "ngram", "mtp" (the model's own head), the
     path of a smaller model, or "auto": mtp where the file has the head, else ngram.
@@ -351,8 +362,4 @@ def proposer(name, engine):
         return Mtp(engine)
     if name in ("ngram", "auto"):
         return NGram()
-    if name == "off":
-        return Proposer()
-    engine.gguf.require(isinstance(name, (str, os.PathLike)) and os.path.isfile(name),
-                        f"--draft {name} is no GGUF file; choose auto, off, ngram, mtp or a path")
-    return DraftModel(name, engine)
+    return Proposer() if name == "off" else DraftModel(name, engine)

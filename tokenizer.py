@@ -238,6 +238,7 @@ class Tokenizer:
         self._encode_piece = self._bpe if bpe else self._spm
         self._encode_short_piece = lru_cache(CACHED_PIECES)(self._encode_piece)
         self.token_bytes = lru_cache(CACHED_PIECES)(self.token_bytes)
+        self.texts = {}  # id -> its text where it stands behind whole characters, see Stream
 
     def _find_control_tokens(self, ends):
         """Returns the ids that end a generation, those of the set `ends` and the known texts.
@@ -461,23 +462,31 @@ class Stream:
     def __init__(self, tokenizer, special=False, after=None):
         self._tokenizer = tokenizer
         self._shows = special.__contains__ if isinstance(special, frozenset) else lambda id: special
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self._at_start = after is None or tokenizer.is_special(after)
+        self._left = b""  # the beginning of a character
+        self._at_start = tokenizer.add_space_prefix and (
+            after is None or tokenizer.is_special(after))
 
     def feed(self, id):
         """Returns the characters that id completes, perhaps none."""
+        ordinary = not self._left and not self._at_start
+        if ordinary and (text := self._tokenizer.texts.get(id)) is not None:
+            return text
         data = self._tokenizer.token_bytes(id, self._shows(id))
-        if self._tokenizer.is_special(id):
-            self._at_start = True
-        elif self._at_start:
+        special = self._tokenizer.is_special(id)
+        if self._at_start and not special:
             # encode() put a space before the text here: it is not part of the text.
-            data = data.removeprefix(b" ") if self._tokenizer.add_space_prefix else data
-            self._at_start = False
-        return self._utf8.decode(data)
+            data = data.removeprefix(b" ")
+        self._at_start = special and self._tokenizer.add_space_prefix
+        text, used = codecs.utf_8_decode(data := self._left + data, "replace")
+        self._left = data[used:]
+        if ordinary and not special and not self._left:
+            self._tokenizer.texts[id] = text
+        return text
 
     def flush(self):
         """Returns U+FFFD if the ids ended inside a character, else nothing."""
-        return self._utf8.decode(b"", final=True)
+        left, self._left = self._left, b""
+        return left.decode(errors="replace")
 
 
 # ---- Helpers -------------------------------------------------------------------------------------

@@ -71,7 +71,7 @@ def progress(text, last=False):
 # ---- doctor: what a model is and what this machine can do with it --------------------------------
 
 KV_FORMATS = "f32", "f16", "q8"
-CUDA_OVERHEAD = 512 << 20  # bytes for the CUDA context and the scratch buffers of a step
+CUDA_OVERHEAD = 512 << 20  # bytes for the CUDA context
 
 
 class CheckOnly:
@@ -81,6 +81,9 @@ class CheckOnly:
         """Read nothing."""
 
     experts = matrix
+
+    def gated(self, gate_up, down, norm):
+        return None, None
 
     def vector(self, array):
         """The loader has looked at the values already."""
@@ -179,7 +182,8 @@ def describe_kv(cfg, card, weight_bytes):
     such a context needs on a card; tokens of one sequence that fit on the present one."""
     if cfg is None:
         return None
-    described, held = {}, weight_bytes + CUDA_OVERHEAD + cfg.state_bytes(PENDING)
+    scratch = cfg.scratch_bytes(512 + 1, PENDING)  # --prefill-chunk, and a row that decodes
+    described, held = {}, weight_bytes + CUDA_OVERHEAD + scratch + cfg.state_bytes(PENDING)
     room = max(0, card["free_bytes"] - held) if card else 0
     for kv_format in KV_FORMATS:
         per_token = cfg.kv_bytes_per_token(kv_format)
@@ -225,8 +229,8 @@ def table(report):
          f"{card['name']} (sm_{card['arch']}, driver for CUDA {card['driver']}), "
          f"{size(card['free_bytes'])} of {size(card['total_bytes'])} free"),
         ("kernels", report["cuda_problem"] or report["cubin"]),
-        *([("state", f"{size(report['state_bytes'])} for each live session, beside its KV")]
-          if report["state_bytes"] else []),
+        *([("state", f"{size(report['state_bytes'])} for each live session, beside its KV, and as "
+                     "much on the host for each idle one")] if report["state_bytes"] else []),
         *(("note", note) for note in report["notes"]),
         *(("bits", f"{kv_format} KV: " + ("the same, however a prompt is cut or batched" if same
                                           else "NOT THE SAME; please report this"))
@@ -260,8 +264,9 @@ def bench(engine, rows, profile=False, as_json=False, synthetic=None, folder=Non
             f"{engine.pool.n_pages * PAGE} tokens of KV cache; use fewer --rows or a larger --ctx")
 
     def run(n, prompt, new):
-        """Seconds to the last first token and from there to the end; in the steps after it,
-        microseconds a step that Python did not wait for the card."""
+        """Seconds to the last first token and from there to the end; in the steps between, the
+        last left out since ended requests are put away there, microseconds a step that Python did
+        not wait for the card."""
         requests = [engine.submit(rng.integers(0, engine.cfg.n_vocab, prompt).tolist(),
                                   Sampling(temperature=0), new, ignore_eos=True,
                                   speculation=False) for _ in range(n)]
@@ -269,9 +274,11 @@ def bench(engine, rows, profile=False, as_json=False, synthetic=None, folder=Non
         while engine.step() and not all(request.first_token for request in requests):
             pass
         at, steps, waited = time.perf_counter(), engine.steps, engine.counts["seconds_waited"]
-        finish(engine, requests)
+        while engine.step() and max(len(request.tokens) for request in requests) < new - 1:
+            pass
         host = time.perf_counter() - at - (engine.counts["seconds_waited"] - waited)
         host *= 1e6 / max(1, engine.steps - steps)
+        finish(engine, requests)
         first = max(r.first_token for r in requests)
         return first - began, max(r.finished for r in requests) - first, host
 

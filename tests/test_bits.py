@@ -35,7 +35,7 @@ class Sequences:
         self.table = order.reshape(count, pages)
 
     def run(self, spans):
-        """Logits of the wanted rows of spans (slot, position, ids, wanted[, pending, commits])."""
+        """Logits of the wanted rows of spans (slot, position, ids, wanted[, pending, entering])."""
         batch = Batch.of([(slot, at, ids, 0, *rest) for slot, at, ids, *rest in spans],
                          self.table, self.engine.tile_tokens)
         return np.array(self.engine.ops.download(
@@ -98,8 +98,9 @@ def check_batches(e, length=70):
                           for slot in range(1, 1 + rows - half)]
                 if half:
                     others.append((35, 0, rng.integers(0, e.cfg.n_vocab, half).tolist(), half))
-                # Each stays pending until the next step.
-                own = [(0, at, ids[at:at + 1], 1, int(at > length - 3), 0)]
+                # The first two enter the recurrent state with the third.
+                pending = at - length + 3
+                own = [(0, at, ids[at:at + 1], 1, pending, 0 if pending < 2 else pending)]
                 logits = sequences.run(own + others if first else others + own)
                 found += hashes(logits[0 if first else -1])
             assert found == expected[-3:], f"beside {rows} rows, first: {first}"

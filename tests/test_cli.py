@@ -103,6 +103,11 @@ MISTAKES = [
     ("generate", "-m", "no-such-file.gguf", "-p", "x"),
     ("generate", "-m", "tests", "-p", "x"),
     ("generate", "-m", "README.md", "-p", "x"),
+    ("generate", "-m", "/dev/null", "-p", "x"),
+    ("generate", "-m", "", "-p", "x"),
+    ("generate", "-m", TINY, "-p", "x", "--draft", ""),
+    ("generate", "-m", TINY, "-p", "x", "--draft", "tests"),
+    ("generate", "-m", TINY, "-p", "x", "--draft", "mtp"),
     ("generate", "-m", SMOL, "-p", ""),  # no BOS: there would be no token at all
     ("generate", "-m", TINY, "-p", "x", "-n", "0"),
     ("generate", "-m", TINY, "-p", "x", "-n", "-5"),
@@ -144,6 +149,29 @@ def test_mistakes_end_in_one_line(args):
     assert run.returncode == 2
     assert "Traceback" not in run.stderr and run.stdout == ""
     assert len(run.stderr.splitlines()) == 1, run.stderr
+
+
+def test_an_empty_file_is_no_model(tmp_path):
+    (tmp_path / "empty.gguf").touch()
+    run = leone("doctor", "-m", tmp_path / "empty.gguf")
+    assert run.returncode == 2 and run.stderr.endswith(
+        "its 0 bytes do not begin with the letters GGUF; fetch it again, or give the path of "
+        "another\n")
+
+
+@pytest.mark.parametrize("kind, unused", [
+    ([], ["--users", "2"]), ([], ["--api-key", "k"]),
+    *((["--serve", "http://127.0.0.1:1"], more.split()) for more in (
+        "--model x.gguf", "--rows 4", "--ctx 64", "--kv q8", "--backend cpu", "--draft ngram",
+        "--prefill-chunk 9", "--profile", "--evidence x", "--prompts x",
+        "--synthetic-acceptance 1")),
+    *((["--draft", "ngram", "--prompts", "x"], more.split()) for more in (
+        "--rows 4", "--profile", "--evidence x", "--synthetic-acceptance 1", "--users 2"))])
+def test_bench_says_which_options_it_would_not_use(capsys, kind, unused):
+    given = kind + unused + ([] if "--serve" in kind else ["-m", "x.gguf"])
+    assert cli.main(["bench", *given]) == 2
+    error = capsys.readouterr().err
+    assert f" makes no use of {unused[0]}; leave that out" in error and error.count("\n") == 1
 
 
 def test_no_gpu_is_one_line():
@@ -254,8 +282,8 @@ def test_diff_names_the_first_buffer_that_differs(monkeypatch, capsys):
         """Stands in for the GPU; one op is wrong by `error`."""
         error = 0.0
 
-        def silu_mul(self, gate_up):
-            return super().silu_mul(gate_up) * (1 + self.error)
+        def linear_silu(self, x, w, routes=None):
+            return super().linear_silu(x, w, routes) * (1 + self.error)
 
     monkeypatch.setattr(device, "Device", Card)
     assert tools.diff(TINY, "Hello", "f16") == 0
@@ -265,7 +293,7 @@ def test_diff_names_the_first_buffer_that_differs(monkeypatch, capsys):
     Card.error = 0.1
     assert cli.main(["diff", "-m", str(TINY), "-p", "Hello", "--kv", "f16"]) == 1
     lines = capsys.readouterr().out.splitlines()
-    assert lines[-2].split()[:2] == ["silu_mul", "0"] and lines[-1] == "the last one differs"
+    assert lines[-2].split()[:2] == ["linear_silu", "0"] and lines[-1] == "the last one differs"
     with pytest.raises(RequestError, match="do not fit"):
         tools.diff(TINY, "x" * 5000, "f16")
 

@@ -1,4 +1,5 @@
 """The engine: admission, cancellation, stop strings, limits, errors, the names of the ops."""
+import dataclasses
 import re
 from pathlib import Path
 
@@ -6,8 +7,11 @@ import numpy as np
 import pytest
 
 import device
+import gguf_file
 import leone
+import model
 import reference
+import tools
 from errors import DeviceError, Overloaded, RequestError
 from kv import PagePool
 from models import BACKENDS, engine, greedy, quantised, smol
@@ -315,6 +319,28 @@ def test_states_take_their_share_of_memory(monkeypatch):
         assert e.pool.n_pages == min((18_000_000 - states) // page, 3 * 512 // leone.PAGE)
     with pytest.raises(DeviceError, match="no memory is left .* fewer --sessions"):
         engine(quantised("qwen35"), "cpu", context=None, sessions=100, max_rows=3)
+
+
+def test_the_scratch_of_all_models_is_counted(monkeypatch):
+    """On a card: that of the model, with a row of logits for each draft, and of a draft model."""
+    path = quantised("llama3")
+    cfg, _ = model.load(gguf_file.GGUF(path), tools.CheckOnly())
+    of_model = cfg.scratch_bytes(512 + 6, 6 * leone.PENDING)
+    of_draft = cfg.scratch_bytes(512 + 6, 128)
+    page = leone.PAGE * cfg.kv_bytes_per_token("f16")
+    monkeypatch.setattr(reference.Reference, "captures", True)
+    for draft, held, page_bytes in (("off", of_model, page),
+                                    (str(path), of_model + of_draft, 2 * page)):
+        free = (held + 10 * page_bytes + page // 2) / 0.9
+        monkeypatch.setattr(reference.Reference, "free_memory", lambda self: free)
+        with engine(path, "cpu", context=None, max_rows=6, draft=draft) as e:
+            assert e.pool.n_pages == 10
+    assert of_draft - of_model == 4 * (128 - 54) * (cfg.n_vocab + 10_000)
+    longer = dataclasses.replace(cfg, n_ctx=2 * cfg.n_ctx)
+    parts = longer.scratch_bytes(518, 9) - cfg.scratch_bytes(518, 9)
+    assert parts == 4 * 518 * cfg.n_heads * cfg.value_dim * cfg.n_ctx // 128
+    endless = dataclasses.replace(cfg, n_ctx=1 << 31)
+    assert endless.scratch_bytes(518, 9) < (1 << 28) + cfg.scratch_bytes(518, 9)
 
 
 def test_bytes_of_a_step():

@@ -370,25 +370,6 @@ def test_a_failed_start_gives_everything_back(monkeypatch, tmp_path):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("cols", [96, 1536, 12288])
-def test_silu_mul(device, cols):
-    rng = np.random.default_rng(cols)
-    gate_up = rng.standard_normal((9, 2 * cols)).astype(np.float32)
-    gate_up *= 10.0 ** rng.integers(-3, 4, (9, 1))  # exp(-gate) overflows in some rows
-    gate_up[2] = 0
-    gate_up[4, cols + 5] = 1e7
-    handle = device.upload(gate_up, "test")
-    x = device.silu_mul(handle)
-    raw, scale = raw_rows(device, x), device.download(x.scale)
-    assert not raw[:, cols:].any() and (np.frexp(scale)[0] == 0.5).all()
-    want = reference.Reference(np.float64).silu_mul(gate_up.astype(np.float64))
-    for row in range(len(raw)):
-        close(raw[row, :cols].astype(np.float64) * scale[row], want[row], 1e-3)
-    alone = device.silu_mul(handle.view((1, 2 * cols), offset=7 * 2 * cols * 4))
-    assert np.array_equal(raw_rows(device, alone)[0], raw[7])
-
-
-@pytest.mark.gpu
 @pytest.mark.parametrize("kv_format", ["f32", "f16", "q8"])
 def test_copy_page(device, kv_format):
     cfg = heads_config(96, 1, 3, n_layers=3)
@@ -582,6 +563,11 @@ def test_linear_blocks(device, kind, monkeypatch):
     w = device.matrix([random_tensor(rng, kind, rows, cols) for rows in (280, 24)])
     x, _ = random_activations(device, rng, 70, cols)
     few = device.download(device.linear(some_rows(device, x, 8), w))
+    with monkeypatch.context() as small:
+        small.setattr(device, "multiprocessors", 3)  # a block takes several tiles
+        for rows in (8, 16):
+            got = device.download(device.linear(some_rows(device, x, rows), w))
+            assert np.array_equal(got[:8].view(np.uint32), few.view(np.uint32)), rows
     want = None
     for name in device_module.MORE_KERNELS:
         monkeypatch.setattr(device, "linear_kernel", lambda rows, blocks: name)
@@ -617,6 +603,65 @@ def test_linear_add(device):
         device.linear_add(mixed, w, h)
         expected[device.download(h)[0].tobytes()] = rows
     assert len(expected) == 1
+
+
+def silu_of(y):
+    """silu(gate) * up of f32 [rows, 2F] in float64."""
+    gate, up = np.split(y.astype(np.float64), 2, axis=1)
+    with np.errstate(over="ignore"):
+        return reference.silu(gate) * up
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kinds, width, cols", [
+    (["Q4_K", "Q4_K"], 520, 768), (["Q6_K"], 96, 512), (["Q5_K", "Q5_K"], 136, 256),
+    (["Q8_0", "Q4_1"], 24, 160), (["BF16"], 40, 96), (["Q4_1", "Q4_1"], 104, 96),
+    (["Q5_0", "Q5_0"], 8, 128), (["Q4_0"], 200, 160), (["F16", "F32"], 64, 100)])
+def test_linear_silu(device, kinds, width, cols):
+    """f16 of what `linear` says, in one tensor or two, times a power of two that the next matrix
+    undoes and that leaves room for the largest result that there can be."""
+    rng = np.random.default_rng(width)
+    tensors = [random_tensor(rng, kind, 2 * width // len(kinds), cols) for kind in kinds]
+    last = random_tensor(rng, "F16", 64, width)
+    norm = rng.uniform(-4, 4, cols).astype(np.float32)
+    norm[5] = 100
+    gain = device.upload(norm, "test")
+    gate_up, down = device.gated(tensors, [last], gain)
+    unscaled = device.matrix([last])
+    factor = (device.download(unscaled.weight_scale) / device.download(down.weight_scale))[0]
+    assert (factor == factor[0]).all()
+
+    gate, up = np.split(np.concatenate([weights_of(t) for t in tensors]) * norm, 2)
+    lengths = np.linalg.norm(gate, axis=1), np.linalg.norm(up, axis=1)
+    longest = np.argmax(lengths[0] * lengths[1])
+    gate, up = (rows[longest] / length[longest] for rows, length in zip((gate, up), lengths))
+    h = rng.standard_normal((70, cols)).astype(np.float32)
+    h[3], h[4], h[5] = gate + up, gate - up, 0  # one of two is half the bound, or more
+    h[6, 5] = 1e6
+    x = device.rmsnorm(device.upload(h, "test"), gain, 1e-9)
+    want = silu_of(device.download(device.linear(x, device.matrix(tensors)))) * factor[0]
+    largest = np.abs(want[3:5]).max()
+    assert 2 ** 12 < largest < 2 ** 15
+    oracle, values = reference.Reference(np.float64), device.download(x).astype(np.float64)
+    close(want / factor[0], oracle.linear_silu(values, oracle.matrix(tensors)))
+    for rows in 70, 33, 9, 8, 1:
+        y = device.linear_silu(some_rows(device, x, rows), gate_up)
+        raw = raw_rows(device, y)
+        assert y.scale is None and not raw[:, width:].any()
+        error = np.abs(raw[:, :width] - want[:rows])
+        assert (error <= 2.0 ** -10.9 * np.abs(want[:rows]) + 2.0 ** -24.9).all()
+        together = raw if rows == 70 else together
+        assert np.array_equal(raw, together[:rows])
+        z = device.download(device.linear(y, down))
+        close(z, raw[:, :width] / factor[0].astype(np.float64) @ weights_of(last).T)
+
+
+@pytest.mark.gpu
+def test_gated_networks_that_do_not_fit(device):
+    rng = np.random.default_rng(0)
+    gate_up, down = (random_tensor(rng, "F16", *shape) for shape in ((24, 64), (64, 12)))
+    with pytest.raises(DeviceError, match="multiple of 8"):
+        device.gated([gate_up], [down], None)
 
 
 @pytest.mark.gpu

@@ -62,7 +62,7 @@ class Net:
         return self.ops.upload(array, "test") if self.on_card else array
 
     def run(self, *spans):
-        """(c, o, x), each a list of one array per span (slot, position, u, pending, commits)."""
+        """(c, o, x), each a list of one array per span (slot, position, u[, pending, entering])."""
         batch = self.ops.upload_batch(Batch.of(
             [(slot, position, [0] * len(u), 0, 1, *state) for slot, position, u, *state in spans],
             np.zeros((SLOTS, 4), np.int32), 16))
@@ -97,7 +97,7 @@ def test_delta_conv(ops):
     for dim, width in widths_of(ops):
         cfg = delta_config(dim=dim, width=width)
         net, u = Net(ops, cfg), random_u(np.random.default_rng(1), cfg, 9)
-        c = np.concatenate(net.run((0, 0, u[:2], 0, 1))[0] + net.run((0, 2, u[2:], 0, 1))[0])
+        c = np.concatenate(net.run((0, 0, u[:2]))[0] + net.run((0, 2, u[2:]))[0])
         w, channels, heads = net.weights, cfg.delta_channels, cfg.delta_v_heads
         u = u.astype(np.float64)
         for t in range(len(u)):
@@ -120,7 +120,7 @@ def test_delta_rule(ops, grouped):
     for dim, _ in widths_of(ops):
         cfg = delta_config(grouped, dim)
         net, u = Net(ops, cfg), random_u(np.random.default_rng(2), cfg, 40)
-        (c,), (o,), _ = net.run((0, 0, u, 0, 1))
+        (c,), (o,), _ = net.run((0, 0, u))
         n_k, heads = cfg.delta_k_heads, cfg.delta_v_heads
         state = np.zeros((heads, dim, dim))
         want = np.zeros(o.shape)
@@ -140,7 +140,7 @@ def test_delta_norm(ops):
     for dim, _ in widths_of(ops):
         cfg = delta_config(dim=dim)
         net, u = Net(ops, cfg), random_u(np.random.default_rng(3), cfg, 11)
-        _, (o,), (x,) = net.run((0, 0, u, 0, 1))
+        _, (o,), (x,) = net.run((0, 0, u))
         heads = o.astype(np.float64).reshape(len(o), -1, dim)
         norm = heads / np.sqrt(np.mean(heads ** 2, axis=-1, keepdims=True) + cfg.rms_eps)
         z = u[:, cfg.delta_channels:cfg.delta_channels + o.shape[1]].astype(np.float64)
@@ -154,7 +154,7 @@ def whole(ops):
     """A sequence of 70 tokens and what each gives when all come as one prompt."""
     cfg = delta_config()
     u = random_u(np.random.default_rng(4), cfg, 70)
-    rows, = Net(ops, cfg).rows((0, 0, u, 0, 1))
+    rows, = Net(ops, cfg).rows((0, 0, u))
     assert np.isfinite(rows).all() and (np.abs(rows).max(axis=1) > 0.1).all()
     return cfg, u, rows
 
@@ -164,28 +164,31 @@ def test_chunks_move_no_bit(ops, whole, size):
     cfg, u, want = whole
     net = Net(ops, cfg)
     for at in range(0, len(u), size):
-        got, = net.rows((1, at, u[at:at + size], 0, 1))
+        got, = net.rows((1, at, u[at:at + size]))
         assert np.array_equal(got, want[at:at + size])
 
 
+@pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("rows", [1, 2, 8])
-def test_dropped_tokens_leave_no_trace(ops, whole, rows):
+def test_dropped_tokens_leave_no_trace(ops, whole, rows, late):
     """Steps of `rows` pending tokens of which 0 to `rows` count, with and without a prompt before;
-    at last a prompt behind pending tokens."""
+    at last a prompt behind pending tokens. late: they enter the state when the ring is full."""
     cfg, u, want = whole
     rng = np.random.default_rng(5)
     for start in (0, 5):
-        net, pending, at = Net(ops, cfg, pending=rows), 0, start  # the smallest ring
+        net, pending, at = Net(ops, cfg, pending=rows << late), 0, start  # the smallest ring
         if start:
-            net.rows((2, 0, u[:start], 0, 1))
+            net.rows((2, 0, u[:start]))
         for kept in (*range(rows, -1, -1), 1, rows):
             drafts = random_u(rng, cfg, rows)
             drafts[:kept] = u[at:at + kept]
-            got, = net.rows((2, at, drafts, pending, 0))
+            full = pending + kept + rows > net.kv.states.ring
+            entering = pending if full or not late else 0
+            got, = net.rows((2, at, drafts, pending, entering))
             assert np.array_equal(got[:kept], want[at:at + kept])
-            at, pending = at + kept, kept
+            at, pending = at + kept, pending + kept - entering
         for end in (at + 5, at + 6):
-            got, = net.rows((2, at, u[at:end], pending, 1))
+            got, = net.rows((2, at, u[at:end], pending, pending + end - at))
             assert np.array_equal(got, want[at:end])
             at, pending = end, 0
 
@@ -197,9 +200,9 @@ def test_company_moves_no_bit(ops, whole):
     for order in ((0, 1, 2, 3), (3, 2, 0, 1), (1, 3, 2, 0)):
         alone, crowd = Net(ops, cfg), Net(ops, cfg)
         for net in alone, crowd:
-            net.run((1, 0, other[:4], 0, 1), (2, 0, u[:20], 0, 1))
+            net.run((1, 0, other[:4]), (2, 0, u[:20]))
             net.run((1, 4, other[4:6], 0, 0), (2, 20, u[20:21], 0, 0))
-        spans = [(0, 0, u[:33], 0, 1), (1, 6, other[6:11], 2, 0), (2, 21, u[21:22], 1, 0),
+        spans = [(0, 0, u[:33]), (1, 6, other[6:11], 2, 2), (2, 21, u[21:22], 1, 0),
                  (-1, 0, other[60:62], 0, 0)]
         expected = [alone.rows(span)[0] for span in spans]
         got = crowd.rows(*(spans[i] for i in order))
@@ -213,19 +216,19 @@ def test_company_moves_no_bit(ops, whole):
 def test_saved_state_goes_on_in_another_slot(ops, whole):
     cfg, u, want = whole
     net = Net(ops, cfg)
-    net.rows((0, 0, u[:30], 0, 1))
+    net.rows((0, 0, u[:30]))
     net.rows((0, 30, u[30:33], 0, 0))
     saved = ops.save_state(net.kv, 0)
-    net.rows((0, 32, u[32:40], 2, 1))  # the slot moves on, what was saved does not
+    net.rows((0, 32, u[32:40], 2, 10))  # the slot moves on, what was saved does not
     later = ops.save_state(net.kv, 0)
     ops.synchronize()
     assert saved.dtype == np.uint8 and len(saved) == len(later) == net.kv.states.nbytes // SLOTS
     for slot, data in ((1, saved), (2, saved.copy())):  # pinned memory, and a file's
         ops.load_state(net.kv, slot, data)
-        got, = net.rows((slot, 33, u[33:50], 3, 1))
+        got, = net.rows((slot, 33, u[33:50], 3, 20))
         assert np.array_equal(got, want[33:50])
     ops.load_state(net.kv, 1, later)
-    got, = net.rows((1, 40, u[40:41], 0, 1))
+    got, = net.rows((1, 40, u[40:41]))
     assert np.array_equal(got, want[40:41])
 
 
@@ -234,13 +237,14 @@ def test_pinned_memory_is_used_again():
     ops = device_module.Device()
     net = Net(ops, delta_config())
     first = ops.save_state(net.kv, 0)
-    second, address = ops.save_state(net.kv, 0), first.ctypes.data
+    second, address, first_bytes = ops.save_state(net.kv, 0), first.ctypes.data, first.nbytes
     assert second.ctypes.data != address
     piece = first[:16]
     del first
     assert ops.save_state(net.kv, 0).ctypes.data not in (address, second.ctypes.data)
     del piece
     assert ops.save_state(net.kv, 0).ctypes.data == address
+    assert ops.allocated["snapshots"] == 3 * first_bytes
     ops.close()
 
 

@@ -195,6 +195,38 @@ def test_linear_experts(device, monkeypatch, kinds, heights, cols):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("kinds, width, cols", [(["Q4_K", "Q4_K"], 136, 768), (["Q8_0"], 24, 160)])
+def test_linear_silu_of_experts(device, monkeypatch, kinds, width, cols):
+    """The bits of a dense network with one expert's weights, in tiles of 8 and 32."""
+    rng = np.random.default_rng(cols)
+    count, k = 5, 2
+    gate_up = [random_experts(rng, kind, count, 2 * width // len(kinds), cols) for kind in kinds]
+    down = random_experts(rng, "F16", count, 48, width)
+    norm = device.upload(rng.uniform(1, 2, cols).astype(np.float32), "test")
+    w, w_down = device.gated(gate_up, [down], norm)
+    own = [device.gated([t.parts()[e] for t in gate_up], [down.parts()[e]], norm)
+           for e in range(count)]
+    for rows in 3, 33, 70:
+        logits = rng.standard_normal((rows, count)).astype(np.float32)
+        batch = SimpleNamespace(slots=np.arange(rows, dtype=np.int32))
+        x = device.rmsnorm(device.upload(rng.standard_normal((rows, cols)).astype(np.float32),
+                                         "test"), norm, 1e-6)
+        dense = []
+        for expert in own:
+            y = device.linear_silu(x, expert[0])
+            dense.append((device.download(y), device.download(device.linear(y, expert[1]))))
+        for _ in both_tiles(monkeypatch):
+            routes = routed(device, logits, None, router(count, k), batch)
+            y = device.linear_silu(x, w, routes)
+            z = device.download(device.linear_experts(y, w_down, routes))
+            experts = device.download(routes.experts)
+            for pair, (got, after) in enumerate(zip(device.download(y), z)):
+                expected = dense[experts.reshape(-1)[pair]]
+                assert np.array_equal(got, expected[0][pair // k])
+                assert np.array_equal(after, expected[1][pair // k])
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("kind, height, cols", [("Q5_0", 80, 128), ("Q8_0", 48, 512),
                                                 ("Q4_K", 24, 256)])
 def test_linear_heads(device, monkeypatch, kind, height, cols):
@@ -268,8 +300,7 @@ def test_experts_on_the_cpu():
         cast = lambda array: array[rows].astype(ops.dtype)
         gate_up, last = ops.experts(tensors), ops.experts(down)
         routes = ops.route(cast(logits), None, cfg, SimpleNamespace(slots=slots[rows]))
-        y = ops.linear_experts(ops.silu_mul(ops.linear_experts(cast(x), gate_up, routes)), last,
-                               routes)
+        y = ops.linear_experts(ops.linear_silu(cast(x), gate_up, routes), last, routes)
         h = np.zeros((len(rows), 48), ops.dtype)
         ops.combine(y, routes, cast(x)[:, :48], cast(logits), h)
         return h, ops.linear_heads(np.tile(cast(x), 2).reshape(-1, 32), last)

@@ -445,7 +445,17 @@ BAD = [
     ("logit_bias", {"5": "x"}), ("logit_bias", [1]), ("logit_bias", "x"), ("logprobs", 5),
     ("top_logprobs", 3), ("tools", {}), ("tools", [5]), ("tools", [{"type": "function"}]),
     ("tools", [{"type": "web_search"}]), ("tools", TOOLS[:1] * 129), ("tool_choice", 5),
-    ("stream_options", 5), ("session", 5), ("session", "../x"), ("cache_salt", 5),
+    ("stream_options", 5), ("stream_options", {"include_usage": "yes"}),
+    ("stream_options", {"include_usage": 1}), ("stream_options", {"include_obfuscation": 0}),
+    ("tools", [{"type": "function", "function": {"name": "f", "description": 5}}]),
+    ("tools", [{"type": "function", "function": {"name": "f", "parameters": "{}"}}]),
+    ("tools", [{"type": "function", "function": {"name": "f", "strict": 1}}]),
+    ("messages", [{"role": "assistant", "refusal": 5}]),
+    *(("messages", [{"role": "assistant", "tool_calls": [
+        {"function": {"name": "f", "arguments": "{}"}, **call}]}])
+      for call in ({"id": 0}, {"id": {"a": "b"}}, {"type": "custom"}, {"type": {}})),
+    ("speculation", "yes"), ("speculation", 1.5), ("speculation", 9),
+    ("session", 5), ("session", "../x"), ("cache_salt", 5),
     ("chat_template_kwargs", []), ("chat_template_kwargs", {"messages": []}),
     ("chat_template_kwargs", {"self": 1}), ("chat_template_kwargs", {"template": 1}),
     ("reasoning_effort", 5), ("ignore_eos", 1), ("parallel_tool_calls", "no"), ("receipt", "yes"),
@@ -464,7 +474,8 @@ def test_bad_fields_are_400(tiny, name, value):
     assert status == 400, body
     error = body["error"]
     assert error["type"] == "invalid_request_error" and error["message"]
-    assert error["param"] in (name, name.replace("completion_", "")), error
+    assert re.match(r"\w*", error["param"])[0] in (name, name.replace("completion_", "")), error
+    assert error["status"] == 400
     assert error["code"] == ("unsupported_value" if (name, value) in REFUSED
                              or name == "tool_choice" else "invalid_request")
 
@@ -1244,13 +1255,26 @@ def test_signals_drain_and_stop(tmp_path):
 
 @pytest.mark.parametrize("args, text", [
     (["-m", "no-such.gguf"], "no-such.gguf"), (["--bind", "0.0.0.0:0"], "--allow-remote"),
-    (["--bind", "nowhere.invalid:80"], "--bind"), (["--bind", "127.0.0.1:99999"], "port"),
+    (["--bind", "nowhere.invalid:80"], "--bind"), (["--bind", "127.0.0.1:99999"], "port must"),
     (["--bind", "x"], "--bind"), (["--api-key", ""], "API key"),
     (["--prefill-chunk", "0"], "prefill_chunk"),
     (["--batch-size", "-1"], "max_rows"), (["--receipt-key", "README.md"], "README.md"),
     (["--session-store", "README.md"], "session store"),
+    (["--draft", ""], "choose auto"), (["--receipt-key", "none/key"], "check the path"),
     (["--api-key", "@no-such-file"], "no-such")])
 def test_mistakes_of_the_command_line(args, text):
+    mistake(args, text)
+
+
+def test_a_port_that_is_taken():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        mistake(["--bind", f"127.0.0.1:{port}"], f"cannot listen at 127.0.0.1:{port}: Address "
+                "already in use; give another HOST:PORT with --bind")
+    mistake(["--bind", "192.0.2.1:80", "--allow-remote"], "give another HOST:PORT")
+
+
+def mistake(args, text):
     run = subprocess.run(
         [sys.executable, "server.py", "-m", str(quantised("llama3")), "--backend", "cpu", "--bind",
          "127.0.0.1:0", *args], cwd=ROOT, capture_output=True, text=True, timeout=60)

@@ -427,6 +427,22 @@ def test_an_unusable_store_is_one_line(tmp_path):
     assert "session store" in str(caught.value)
 
 
+def test_a_store_has_one_engine_at_a_time(tmp_path):
+    """A second one would overwrite what the first has filed, and clear away what it is writing."""
+    options = dict(path=quantised("llama3"), backend="cpu", max_rows=2, session_store=tmp_path)
+    ids, being_written = random_ids(20), tmp_path / ".s.kv.part"
+    with engine(**options) as e:
+        turn(e, ids, "s")
+        being_written.write_text("")
+        for _ in range(2):
+            with pytest.raises(RequestError, match="another server has it; choose a folder"):
+                engine(**options)
+        assert being_written.exists()
+    with engine(**options) as e:
+        assert not being_written.exists()
+        assert turn(e, ids + [3], "s").cached_tokens == len(ids)
+
+
 def test_a_full_store_says_so_and_loses_nothing(tmp_path, monkeypatch):
     def full(descriptor):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -516,12 +532,12 @@ def test_an_end_seen_one_step_late_leaves_the_right_state(backend, end):
     """The step that was launched meanwhile fed a token too many; the next turn must not see it."""
     with engine(quantised(HYBRID), backend, max_rows=4) as e:
         ids = random_ids(70)
-        plain = turn(e, ids, n=12).tokens
-        stop = ()
+        whole = turn(e, ids, n=12)
+        plain, stop = whole.tokens, ()
         if end == "eos":
             e.tokenizer.eos_ids = {plain[5]}
         if end == "stop":
-            stop = (e.detokenize(plain[4:6]),)
+            stop = (whole.text[len(whole.text) // 2:][:2],)
         request = e.submit(ids, leone.Sampling(temperature=0, stop=stop), 12, session="s",
                            salt="late", ignore_eos=end != "eos")
         while e.step():

@@ -1,6 +1,5 @@
 """Speculation: drafts change how fast tokens come, and nothing else. Models of random weights."""
 import collections
-import dataclasses
 import hashlib
 import itertools
 import json
@@ -275,22 +274,8 @@ class RunsAhead(reference.Reference):
     def embed(self, table, batch):
         if self.scratch is not None:
             self.scratch[:] = np.nan
-        fed = batch.tokens == leone.FEED
-        tokens = np.where(fed, self.last_tokens(batch)[batch.slots], batch.tokens)
-        self.scratch = super().embed(table, dataclasses.replace(batch, tokens=tokens))
+        self.scratch = super().embed(table, batch)
         return self.scratch
-
-    def sample(self, logits, draws, batch):
-        tokens, logprobs = super().sample(logits, draws, batch)
-        slots = batch.slots[batch.logit_rows]
-        drawn = draws["active"] > 0
-        self.last_tokens(batch)[slots[drawn]] = np.maximum(tokens[drawn], 0)
-        return tokens, logprobs
-
-    def last_tokens(self, batch):
-        if not hasattr(self, "last"):
-            self.last = np.zeros(len(batch.page_table), np.int32)
-        return self.last
 
 
 @pytest.mark.parametrize("target, draft", [
@@ -359,15 +344,17 @@ def test_draft_model(target, draft, share, backend):
         assert not e.proposer.read
 
 
-def test_draft_model_is_checked():
+def test_draft_model_is_checked(monkeypatch):
+    with pytest.raises(LeoneError, match="MTP"):
+        engine(quantised("llama3"), "cpu", draft="mtp")
     for draft, problem in (("mistral", "tokens of the model"), ("qwen35", "recurrent")):
         target = "qwen3" if draft == "qwen35" else "llama3"
         with pytest.raises(LeoneError, match=problem):
             engine(quantised(target), "cpu", draft=str(quantised(draft)))
-    with pytest.raises(LeoneError, match="no GGUF file"):
-        engine(quantised("llama3"), "cpu", draft="no such file")
-    with pytest.raises(LeoneError, match="MTP"):
-        engine(quantised("llama3"), "cpu", draft="mtp")
+    monkeypatch.setattr(leone.model, "load", lambda *_: pytest.fail("the model was loaded first"))
+    for name in ("", "no such file", GOLDEN, 7, None):
+        with pytest.raises(LeoneError, match="choose auto, off, ngram, mtp or the GGUF file"):
+            engine(quantised("llama3"), "cpu", draft=name)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -518,7 +505,7 @@ def test_bench_on_prompts(capsys, tmp_path, monkeypatch):
                                {"kind": "prose", "prompt": ["Why?"]}]))
     monkeypatch.setattr(spec.Controller, "lengths", lambda self, limits: {
         request: 3 for request, most in limits.items() if most >= 3})
-    bench = "bench", "--rows", "1", "--ctx", "1024", "--draft", "ngram", "--prompts"
+    bench = "bench", "--ctx", "1024", "--draft", "ngram", "--prompts"
     code, out, _ = command(capsys, *bench, str(few), "--json")
     result = json.loads(out)
     assert code == 0 and set(result["median_gain"]) == {"edit", "prose"}

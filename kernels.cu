@@ -1134,6 +1134,7 @@ DEVICE void rope_heads(const float* qkv, const float* q_norm, const float* k_nor
                 *sines = cosines + work.rope_dim / 2;
     asm volatile("" : "+l"(qkv), "+l"(cosines), "+l"(sines));
     wait_for_predecessor();
+    let_successor_start();  // when older K and V are there: see attention_tile
     for (int i = 0; i < BLOCKS; i++) {
         const int d = 32 * i + lane;
         if (d < head_dim) x[i] = qkv[d];
@@ -1168,7 +1169,6 @@ DEVICE void rope_heads(const float* qkv, const float* q_norm, const float* k_nor
 KERNEL __launch_bounds__(128, 8)
 rope_kv(const float* qkv, const float* q_norm, const float* k_norm, int gated,
         const __grid_constant__ Heads work) {
-    let_successor_start();
     // The fewer instructions, the fewer are fetched while all wait for them.
     if (work.head_dim <= Q8_BLOCK * MOST_BLOCKS / 2)
         rope_heads<MOST_BLOCKS / 2>(qkv, q_norm, k_norm, gated, work);
@@ -1180,7 +1180,7 @@ rope_kv(const float* qkv, const float* q_norm, const float* k_norm, int gated,
 // PRECOND: grid (ceil(page_bytes / 4096), layers), 256 threads; page_bytes a multiple of 16.
 // One thread holds 16 bytes. Moves 2 page_bytes a layer.
 KERNEL copy_page(char* pages, int n_pages, int page_bytes, int source, int target) {
-    wait_for_predecessor();  // and no early start: see attention_tile
+    follow_predecessor();
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= page_bytes / 16) return;
     char* layer = pages + int64_t(blockIdx.y) * n_pages * page_bytes;
@@ -1477,8 +1477,8 @@ DEVICE void attention_tile(const Attention& work) {
     for (int i = 0; i < LINE; i++)
         key_at[i] = KeyRows::at(own_key, (32 * i + 8 * t) * SIZE / 16) + 8 * t * SIZE % 16;
     value_at = ValueRows::at(4 * t, value_at / 16) + value_at % 16;
-    // K and V older than this step: since the step before wrote them, silu_mul or copy_page let
-    // its successor start only when all before it had ended. What is not fetched comes closer.
+    // K and V older than this step are there: the kernel before, which writes this step's, let this
+    // one start when all before it had ended. What is not fetched comes closer, to the L2 cache.
     enter_far_segment();
     const int64_t own_page = __shfl_sync(ALL_LANES, far_pages, page_of_warp);
     for (int at = 128 * lane; at < 2 * BLOCK_BYTES && work.depth == DEEP_RING; at += 32 * 128)
@@ -2212,7 +2212,8 @@ KERNEL scale_rows(const float* from, uint4* x, float* scale, int cols, int heads
 // One warp holds one head. Moves each value once or twice; rows with slot < 0 write no key.
 KERNEL rope_latent(const float* content, const float* q, const float* kv_a, const float* kv_norm,
                    int q_cols, int kv_cols, int key_dim, const __grid_constant__ Heads work) {
-    follow_predecessor();
+    wait_for_predecessor();
+    let_successor_start();  // when older K and V are there: see attention_tile
     const int row = blockIdx.x, lane = threadIdx.x & 31, head = blockIdx.y * 4 + threadIdx.x / 32;
     const int n_heads = work.n_heads, head_dim = work.head_dim, rank = head_dim - work.rope_dim;
     if (head > n_heads) return;

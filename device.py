@@ -173,8 +173,7 @@ Q8_BLOCK = 32  # values along head_dim that share an f16 scale
 ATTENTION_BLOCKS = {(64, 64): 4, (80, 80): 4, (96, 96): 4, (128, 128): 4, (192, 192): 3,
                     (256, 256): 3, (320, 256): 2, (576, 512): 1}
 ATTENTION_ROWS = 16  # (token, query head) pairs of one attention tile; twice that in a wide one
-ATTENTION_THREADS, LATENT_THREADS = 128, 256  # of a block
-SHALLOW_RING, DEEP_RING, ROUND_BYTES = 2, 5, 128  # of a thread; see attention_tile
+ATTENTION_THREADS, MORE_THREADS = 128, 256  # of a block of attention; latent or with few others
 WIDEST_HEAD = 128  # for which there are wide tiles
 PROMPT_HEADS = 64, 96, 128, 256  # for which attention_prompt has kernels, with f16
 SEGMENT = 256  # positions under one running softmax
@@ -974,18 +973,19 @@ class Device:
             self.buffer("attention_values", (rows * segments, heads * width), np.float32),
             self.buffer("attention_states", (rows * segments, heads, 2), np.float32))
 
-        def launch(kind, grid, threads, tiles, span_rows, depth, smem):
+        def launch(kind, grid, threads, tiles, span_rows=0, smem=0):
             self.launch(f"attention_{kv.format}_{dim}{kind}", grid, threads,
                         (q, out, *parts, kv.data, batch.page_table, tiles, layer, kv.n_pages,
                          max_pages, segments, heads, cfg.n_kv_heads, out.shape[1], scale,
-                         span_rows, depth), smem)
+                         span_rows), smem)
 
-        threads = LATENT_THREADS if cfg.latent else ATTENTION_THREADS
-        deep = busy * shares * splits <= self.multiprocessors and not wide and not cfg.latent
-        depth = DEEP_RING if deep else SHALLOW_RING
+        few = busy * shares * splits <= self.multiprocessors and not wide and not cfg.latent
+        threads = MORE_THREADS if cfg.latent or few else ATTENTION_THREADS
+        # struct Shared of attention_tile and its ring
         smem = (1024 * -(-dim // 32) + 4 * threads + 8320) * (2 if wide else 1)
-        launch(wide, (single, blocks * shares, splits), threads, batch.tiles, 0, depth,
-               smem + depth * threads * ROUND_BYTES // (2 if wide else 1))
+        smem += (160 if wide else 256) * threads
+        launch("_few" if few else wide, (single, blocks * shares, splits), threads, batch.tiles,
+               smem=smem)
         if splits > 1:
             # Few rows with many segments: their parts go to many multiprocessors.
             threads = 32 if rows * heads < self.multiprocessors else padded(width, 32)
@@ -997,7 +997,7 @@ class Device:
             keys = 64 if dim <= WIDEST_HEAD else 32
             grid = -(-self.longest_span // span_rows), blocks, batch.spans.shape[0] - single
             launch("_prompt", grid, ATTENTION_THREADS, batch.spans.at(24 * single), span_rows,
-                   0, 4 * dim * (64 + keys))
+                   4 * dim * (64 + keys))
         return Activations(out, None, x_rows, cols)
 
     def attention_splits(self, cfg, blocks, segments, segment_bytes):

@@ -1027,7 +1027,8 @@ KERNEL rmsnorm(const float* h, const float* w, const int* rows, uint4* x, float*
 // One thread holds one pair; the angle is f64, since f32 loses 1e-3 rad at position 16384.
 KERNEL rope_angles(const int* positions, const int* rope_sets, const double* frequencies,
                    float* angles, int rows, int pairs, float magnitude) {
-    follow_predecessor();
+    wait_for_predecessor();
+    let_successor_start();  // when K and V of steps before are there: see attention_tile
     const int i = blockIdx.x * blockDim.x + threadIdx.x, row = i / pairs, pair = i % pairs;
     if (row >= rows) return;
     constexpr double INVERSE_PI = 0.31830988618379067154;
@@ -1134,7 +1135,6 @@ DEVICE void rope_heads(const float* qkv, const float* q_norm, const float* k_nor
                 *sines = cosines + work.rope_dim / 2;
     asm volatile("" : "+l"(qkv), "+l"(cosines), "+l"(sines));
     wait_for_predecessor();
-    let_successor_start();  // when older K and V are there: see attention_tile
     for (int i = 0; i < BLOCKS; i++) {
         const int d = 32 * i + lane;
         if (d < head_dim) x[i] = qkv[d];
@@ -1169,6 +1169,7 @@ DEVICE void rope_heads(const float* qkv, const float* q_norm, const float* k_nor
 KERNEL __launch_bounds__(128, 8)
 rope_kv(const float* qkv, const float* q_norm, const float* k_norm, int gated,
         const __grid_constant__ Heads work) {
+    let_successor_start();
     // The fewer instructions, the fewer are fetched while all wait for them.
     if (work.head_dim <= Q8_BLOCK * MOST_BLOCKS / 2)
         rope_heads<MOST_BLOCKS / 2>(qkv, q_norm, k_norm, gated, work);
@@ -1205,10 +1206,10 @@ KERNEL copy_page(char* pages, int n_pages, int page_bytes, int source, int targe
 // in which slot of an mma is free as long as both operands agree, so nothing has to be transposed.
 
 constexpr int SEGMENT_PAGES = 4;
-constexpr int ATTENTION_WARPS = SEGMENT_PAGES, LATENT_WARPS = 2 * SEGMENT_PAGES;
+constexpr int ATTENTION_WARPS = SEGMENT_PAGES;
 constexpr unsigned HALF_ONES = 0x3c003c00u;
 // Rounds of a ring: where blocks share a multiprocessor, and where one has it for itself.
-constexpr int SHALLOW_RING = 2, DEEP_RING = 5, NO_END = 0x7fffffff;
+constexpr int RING = 2, NO_END = 0x7fffffff;
 
 // 2^x to 22 bits, 0 for -inf. One instruction everywhere: it must give the same bits everywhere.
 DEVICE float exp2_fast(float x) {
@@ -1330,7 +1331,6 @@ struct Attention {
     Int layer, n_pages, max_pages, max_segments, n_heads, n_kv_heads, stride;
     alignas(8) float scale;
     Int span_rows;  // of a block of attention_prompt
-    Int depth;      // of the ring of attention_tile, in rounds
 };
 
 // out = softmax(q K^T * scale) V, rows of all tiles: q f16 [rows, H KW] -> f16 [rows, stride]. A
@@ -1339,17 +1339,17 @@ struct Attention {
 // PRECOND: grid (tiles, H_kv * shares, splits), 128 threads; tiles int32 (first row, rows, slot,
 // position); rows of a tile * H / H_kv <= 16 TILES; scale = attn_scale * log2(e). Latent: grid
 // (tiles, ceil(H / 16) * shares, splits), 256 threads, and a tile has one row where H > 16.
-// Shared memory: struct Shared, then `depth` rounds of ROUND_BYTES a warp.
+// Shared memory: struct Shared, then RING rounds of ROUND_BYTES a warp.
 // Block z holds segments z, z + splits, ... With one split it folds them; with more it stores each
 // in part_values f32 [rows, H, max_segments, VW] and part_states (m, l) for attention_merge.
 // Reads K and V of a tile's context once (latent: V a second time, from the cache); thread (g, t)
 // of a warp holds rows g, g + 8 of a product.
-template <bool Q8, int KW, int VW, int TILES>
+template <bool Q8, int KW, int VW, int TILES, int WARPS>
 DEVICE void attention_tile(const Attention& work) {
     constexpr bool LATENT = VW < KW;
-    constexpr int WARPS = LATENT ? LATENT_WARPS : ATTENTION_WARPS;
     constexpr int PAGE_WARPS = WARPS / SEGMENT_PAGES;    // that share the scores of a page
     constexpr int KEYS = PAGE / PAGE_WARPS;              // whose scores a warp computes
+    constexpr bool FEW = !LATENT && WARPS > ATTENTION_WARPS;
     constexpr int COLUMNS = VW <= 32 * WARPS ? 32 : 64;  // of the values, per warp
     constexpr int NEIGHBOURS = COLUMNS / 8;              // columns whose V a thread loads
     constexpr int STEPS = PAGE / 16;                     // mma steps over the keys of a page
@@ -1358,9 +1358,10 @@ DEVICE void attention_tile(const Attention& work) {
     constexpr int PIECES = (KW + 31) / 32;
     // A round has K of 32 keys, LINE pieces of each: whole 128-byte lines where heads have them
     // (H200, 64 rows x 1024 tokens: 3.6 TB/s, and 2.7 by half lines); or V of ROUND_STEPS steps.
-    constexpr int LINE = KW % 64 == 0 && TILES == 1 ? 2 : 1, LINES = PIECES / LINE;
-    constexpr int ROUND_BYTES = 4096 / TILES;  // q8: values in the first half, then the scales
-    constexpr int ROUND_STEPS = 16 / NEIGHBOURS / TILES, PAGE_ROUNDS = STEPS / ROUND_STEPS;
+    // Wide tiles have little shared memory to spare: f16 has half rounds there.
+    constexpr int PARTS = Q8 ? 1 : TILES, ROUND_BYTES = TILES > 1 ? 2560 : 4096, SCALES_AT = 2048;
+    constexpr int LINE = KW % 64 == 0 && PARTS == 1 ? 2 : 1, LINES = PIECES / LINE;
+    constexpr int ROUND_STEPS = 16 / NEIGHBOURS / PARTS, PAGE_ROUNDS = STEPS / ROUND_STEPS;
     constexpr int KEY_ROUNDS = KEYS / 32 * LINES;  // of a segment
     constexpr int ROWS = 16 * TILES;
     constexpr int SIZE = Q8 ? 1 : 2, SCALES = KW / Q8_BLOCK;  // of a token
@@ -1393,7 +1394,10 @@ DEVICE void attention_tile(const Attention& work) {
     const int first_row = tiles[0], n_rows = tiles[1], slot = tiles[2], first_position = tiles[3];
     const int last_position = slot < 0 ? -1 : first_position + n_rows - 1;
     const int tile_pages = last_position / PAGE + (last_position >= 0);
+    // The tile before may hold earlier tokens of this step: then none are known to be older.
+    const bool continues = blockIdx.x + 1 < gridDim.x && tiles[-2] == slot;
     constexpr int BLOCK_BYTES = kv_block_bytes(Q8 ? KV_Q8 : KV_F16, KW);
+    constexpr int HEAD_BYTES = BLOCK_BYTES * (LATENT ? 1 : 2);
     const char* layer = work.pages + kv_offset(work.layer, work.n_pages, 0, work.n_kv_heads,
                                                kv_head, BLOCK_BYTES, LATENT);
     const int* table = work.page_table + int64_t(max(slot, 0)) * work.max_pages;
@@ -1404,7 +1408,8 @@ DEVICE void attention_tile(const Attention& work) {
         place[threadIdx.x] = token < n_rows ? (first_row + token) * n_heads + head : -1;
         visible[threadIdx.x] = token < n_rows && slot >= 0 ? first_position + token : -1;
     }
-    const bool has_columns = warp * COLUMNS < VW && (TILES > 1 || warp * shares / WARPS == share);
+    constexpr int COLUMN_WARPS = (VW + COLUMNS - 1) / COLUMNS;
+    const bool has_columns = warp < COLUMN_WARPS && warp * shares / COLUMN_WARPS == share;
     // Some columns of the last warp may not be there: they repeat others, and are not stored.
     constexpr bool WHOLE = VW % COLUMNS == 0;
     const int ending = WHOLE ? COLUMNS * SIZE : min(COLUMNS, VW - warp * COLUMNS) * SIZE - 16;
@@ -1422,54 +1427,48 @@ DEVICE void attention_tile(const Attention& work) {
         far_end = KEY_ROUNDS + (has_columns ? here * PAGE_ROUNDS : 0);
         far_pages = lane < here ? table[first + lane] : 0;
     };
-    const auto next_slot = [&](int slot) { return slot + 1 == work.depth ? 0 : slot + 1; };
     const auto slot_at = [&](int slot) { return ring + (slot * WARPS + warp) * ROUND_BYTES; };
     // A round with a position from `end` on is not fetched.
     const auto fetch_round = [&](int end) {
         if (far_round < far_end) {
-            const int value_round = far_round - KEY_ROUNDS, v_page = value_round / PAGE_ROUNDS;
-            const int page = value_round < 0 ? page_of_warp : v_page;
-            const int token = value_round < 0 ? first_key + far_round / LINES * 32
-                                              : value_round % PAGE_ROUNDS * ROUND_STEPS * 16;
+            const bool values = far_round >= KEY_ROUNDS;
+            const int round = far_round - values * KEY_ROUNDS;
+            const int page = values ? round / PAGE_ROUNDS : page_of_warp;
+            const int token = values ? round % PAGE_ROUNDS * ROUND_STEPS * 16
+                                     : first_key + round / LINES * 32;
+            const int d = values ? warp * COLUMNS : round % LINES * LINE * 32;
+            const int tokens = values ? ROUND_STEPS * 16 : 32;
             const int position = (far_segment * SEGMENT_PAGES + page) * PAGE + token;
-            if (position + (value_round < 0 ? 32 : 16 * ROUND_STEPS) > end) return false;
-            const char* block = layer + int64_t(__shfl_sync(ALL_LANES, far_pages, page)) *
-                                            work.n_kv_heads * (LATENT ? 1 : 2) * BLOCK_BYTES;
+            if (position + tokens > end) return false;
+            const int64_t number = __shfl_sync(ALL_LANES, far_pages, page);
+            const char* block = layer + number * work.n_kv_heads * HEAD_BYTES;
+            if (values && !LATENT) block += BLOCK_BYTES;
+            const char* from = block + (token * KW + d) * SIZE;
             const unsigned to = __cvta_generic_to_shared(slot_at(far_slot));
             const int last = last_position - position;
-            if (value_round < 0) {
-                const int d = far_round % LINES * LINE * 32;
-                KeyRows::template copy<32>(to, block + (token * KW + d) * SIZE, KW * SIZE, last,
-                                           ROUND_BYTES);
-            } else {
-                block += LATENT ? 0 : BLOCK_BYTES;
-                ValueRows::template copy<16 * ROUND_STEPS>(
-                    to, block + (token * KW + warp * COLUMNS) * SIZE, KW * SIZE, last, ending);
-            }
-            constexpr int MOST = 32 > 16 * ROUND_STEPS ? 32 : 16 * ROUND_STEPS;
-            for (int i = lane; Q8 && i < MOST * SCALES / 8; i += 32)
-                if (i < (value_round < 0 ? 32 : 16 * ROUND_STEPS) * SCALES / 8)
-                    copy_async<16>(to + ROUND_BYTES / 2 + 16 * i,
-                                   block + PAGE * KW + token * SCALES * 2 + 16 * i);
+            if (values)
+                ValueRows::template copy<ROUND_STEPS * 16>(to, from, KW * SIZE, last, ending);
+            else
+                KeyRows::template copy<32>(to, from, KW * SIZE, last, ROUND_BYTES);
+            const char* scales = block + PAGE * KW + token * SCALES * 2;
+            for (int i = 16 * lane; Q8 && i < tokens * SCALES * 2; i += 16 * 32)
+                copy_async<16>(to + SCALES_AT + i, scales + i);
             if (++far_round == far_end) far_segment += gridDim.z, enter_far_segment();
         }
         asm volatile("cp.async.commit_group;" ::: "memory");
-        far_slot = next_slot(far_slot);
+        far_slot = (far_slot + 1) % RING;
         return true;
     };
     // The next round of this warp has come.
     const auto take_round = [&] {
-        if (work.depth == SHALLOW_RING)
-            asm volatile("cp.async.wait_group %0;" ::"n"(SHALLOW_RING - 1) : "memory");
-        else
-            asm volatile("cp.async.wait_group %0;" ::"n"(DEEP_RING - 1) : "memory");
+        asm volatile("cp.async.wait_group %0;" ::"n"(RING - 1) : "memory");
         __syncwarp();
         const uint8_t* slot = slot_at(slot_now);
-        slot_now = next_slot(slot_now);
+        slot_now = (slot_now + 1) % RING;
         return slot;
     };
     const auto scale_in = [&](const uint8_t* slot, int token, int d) {
-        const auto scales = reinterpret_cast<const __half*>(slot + ROUND_BYTES / 2);
+        const auto scales = reinterpret_cast<const __half*>(slot + SCALES_AT);
         return scales[token * SCALES + d / Q8_BLOCK];
     };
     // Where in a round this thread finds its values of K's pieces and of V.
@@ -1477,18 +1476,27 @@ DEVICE void attention_tile(const Attention& work) {
     for (int i = 0; i < LINE; i++)
         key_at[i] = KeyRows::at(own_key, (32 * i + 8 * t) * SIZE / 16) + 8 * t * SIZE % 16;
     value_at = ValueRows::at(4 * t, value_at / 16) + value_at % 16;
-    // K and V older than this step are there: the kernel before, which writes this step's, let this
-    // one start when all before it had ended. What is not fetched comes closer, to the L2 cache.
+    // K and V of steps before are there: rope_angles lets what follows start when they are.
     enter_far_segment();
-    const int64_t own_page = __shfl_sync(ALL_LANES, far_pages, page_of_warp);
-    for (int at = 128 * lane; at < 2 * BLOCK_BYTES && work.depth == DEEP_RING; at += 32 * 128)
-        prefetch(layer + own_page * work.n_kv_heads * 2 * BLOCK_BYTES + at);
+    // What of it must wait comes as far as the L2 cache.
+    if (FEW && far_round < far_end) {
+        const int pages = min(SEGMENT_PAGES, tile_pages - SEGMENT_PAGES * int(blockIdx.z));
+        for (int i = lane; has_columns && i < pages * PAGE; i += 32) {
+            const int64_t page = __shfl_sync(ALL_LANES, far_pages, i / PAGE);
+            prefetch(layer + page * work.n_kv_heads * HEAD_BYTES + BLOCK_BYTES +
+                     (i % PAGE * KW + warp * COLUMNS) * SIZE);
+        }
+        const int64_t page = __shfl_sync(ALL_LANES, far_pages, page_of_warp);
+        if (KEY_ROUNDS > RING || page_of_warp == pages - 1)
+            for (int i = 128 * lane; i < KEYS * KW * SIZE; i += 32 * 128)
+                prefetch(layer + page * work.n_kv_heads * HEAD_BYTES + first_key * KW * SIZE + i);
+    }
     constexpr int SHARE = (TILES * PIECES + WARPS - 1) / WARPS;  // of the queries, for a warp
     uint4 query[SHARE][2] = {};
     int ahead = 0;
 #pragma unroll 1
-    for (int end = first_position;; end = NO_END) {
-        while (ahead < work.depth && fetch_round(end)) ahead++;
+    for (int end = continues ? 0 : first_position;; end = NO_END) {
+        while (ahead < RING && fetch_round(end)) ahead++;
         if (end == NO_END) break;
         __syncthreads();
         wait_for_predecessor();
@@ -1533,7 +1541,8 @@ DEVICE void attention_tile(const Attention& work) {
                         for (int piece = 0; piece < LINE; piece++) {
                             const int token = 16 * (n / 2) + 2 * (n % 2);
                             key[n][piece].load(slot + key_at[piece] + KeyRows::at(token, 0));
-                            if (Q8) scale[n][piece] = scale_in(slot, own_key + token, 32 * (i + piece));
+                            if (Q8)
+                                scale[n][piece] = scale_in(slot, own_key + token, 32 * (i + piece));
                         }
                     __syncwarp();
                     fetch_round(NO_END);
@@ -1691,30 +1700,37 @@ DEVICE void attention_tile(const Attention& work) {
     }
 }
 
-#define ATTENTION_OF(NAME, Q8, KW, VW, TILES, BLOCKS)                                            \
-    KERNEL __launch_bounds__(32 * (VW < KW ? LATENT_WARPS : ATTENTION_WARPS), BLOCKS)            \
+#define ATTENTION_OF(NAME, Q8, KW, VW, TILES, WARPS, BLOCKS)                                     \
+    KERNEL __launch_bounds__(32 * WARPS, BLOCKS)                                                 \
     attention_##NAME(const __grid_constant__ Attention work) {                                   \
         let_successor_start();                                                                   \
-        attention_tile<Q8, KW, VW, TILES>(work);                                                 \
+        attention_tile<Q8, KW, VW, TILES, WARPS>(work);                                          \
     }
-#define ATTENTION(NAME, KW, VW, TILES, BLOCKS)                                                   \
-    ATTENTION_OF(f16_##NAME, false, KW, VW, TILES, BLOCKS)                                       \
-    ATTENTION_OF(q8_##NAME, true, KW, VW, TILES, BLOCKS)
-ATTENTION(64, 64, 64, 1, 4)
-ATTENTION(96, 96, 96, 1, 4)
-ATTENTION(128, 128, 128, 1, 4)
-ATTENTION(192, 192, 192, 1, 3)
-ATTENTION(256, 256, 256, 1, 3)
+#define ATTENTION(NAME, KW, VW, TILES, WARPS, BLOCKS)                                            \
+    ATTENTION_OF(f16_##NAME, false, KW, VW, TILES, WARPS, BLOCKS)                                \
+    ATTENTION_OF(q8_##NAME, true, KW, VW, TILES, WARPS, BLOCKS)
+ATTENTION(64, 64, 64, 1, 4, 4)
+ATTENTION(96, 96, 96, 1, 4, 4)
+ATTENTION(128, 128, 128, 1, 4, 4)
+ATTENTION(192, 192, 192, 1, 4, 3)
+ATTENTION(256, 256, 256, 1, 4, 3)
 // Twice the rows for one reading of K and V: for tiles of a prompt.
-ATTENTION(64_wide, 64, 64, 2, 2)
-ATTENTION(96_wide, 96, 96, 2, 3)
-ATTENTION(128_wide, 128, 128, 2, 3)
+ATTENTION(64_wide, 64, 64, 2, 4, 2)
+ATTENTION(96_wide, 96, 96, 2, 4, 2)
+ATTENTION(128_wide, 128, 128, 2, 4, 2)
+// More warps, where each block has a multiprocessor for itself.
+ATTENTION(64_few, 64, 64, 1, 8, 1)
+ATTENTION(96_few, 96, 96, 1, 8, 1)
+ATTENTION(128_few, 128, 128, 1, 8, 1)
+ATTENTION(192_few, 192, 192, 1, 8, 1)
+ATTENTION(256_few, 256, 256, 1, 8, 1)
 // Latent attention: K holds V.
-ATTENTION(320, 320, 256, 1, 2)
-ATTENTION(576, 576, 512, 1, 1)
+ATTENTION(320, 320, 256, 1, 8, 2)
+ATTENTION(576, 576, 512, 1, 8, 1)
 // 80 values are no whole blocks of q8.
-ATTENTION_OF(f16_80, false, 80, 80, 1, 4)
-ATTENTION_OF(f16_80_wide, false, 80, 80, 2, 2)
+ATTENTION_OF(f16_80, false, 80, 80, 1, 4, 4)
+ATTENTION_OF(f16_80_wide, false, 80, 80, 2, 4, 2)
+ATTENTION_OF(f16_80_few, false, 80, 80, 1, 8, 1)
 
 // Four 8x8 matrices of f16, transposed: lane i has the address of row i % 8 of matrix i / 8.
 DEVICE void load_transposed(unsigned (&d)[4], const uint4* row) {
@@ -2212,8 +2228,7 @@ KERNEL scale_rows(const float* from, uint4* x, float* scale, int cols, int heads
 // One warp holds one head. Moves each value once or twice; rows with slot < 0 write no key.
 KERNEL rope_latent(const float* content, const float* q, const float* kv_a, const float* kv_norm,
                    int q_cols, int kv_cols, int key_dim, const __grid_constant__ Heads work) {
-    wait_for_predecessor();
-    let_successor_start();  // when older K and V are there: see attention_tile
+    follow_predecessor();
     const int row = blockIdx.x, lane = threadIdx.x & 31, head = blockIdx.y * 4 + threadIdx.x / 32;
     const int n_heads = work.n_heads, head_dim = work.head_dim, rank = head_dim - work.rope_dim;
     if (head > n_heads) return;

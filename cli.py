@@ -161,8 +161,7 @@ def open_engine(args, **options):
 
 
 def show_loading(done, total):
-    unit, name = (1e9, "GB") if total >= 1e9 else (1e6, "MB")
-    tools.progress(f"loading {done / unit:.1f} of {total / unit:.1f} {name}", last=done == total)
+    tools.progress(f"loading {tools.size(done)} of {tools.size(total)}", last=done == total)
 
 
 def read_text(args):
@@ -261,8 +260,7 @@ def run_bench(args):
         "--rows", "--profile", "--evidence", "--synthetic-acceptance"}
     unused = (given - of_servers - {"--json"} if args.serve else
               given & (of_servers | of_rows if args.prompts else of_servers))
-    what = "a server" if args.serve else "prompts" if args.prompts else "a model"
-    require(not unused, f"a bench of {what} makes no use of {', '.join(sorted(unused))}; leave "
+    require(not unused, f"this kind of bench makes no use of {', '.join(sorted(unused))}; leave "
             "that out, or see leone.py bench --help")
     if args.serve:
         return tools.bench_server(args.serve, args.users, args.api_key, args.json)

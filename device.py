@@ -209,9 +209,20 @@ def packing_of(tensor):
     return tensor.type.name if tensor.type.name in PACKINGS else "F16"
 
 
-def as_f32(tensor):
-    data = quants.dequantize(np.asarray(tensor.data).reshape(*tensor.shape[:-1], -1), tensor.type)
-    return replace(tensor, type=GGMLQuantizationType.F32, data=data.reshape(-1).view(np.uint8))
+def in_turns(gate_up):
+    """A tensor in which eight rows of gate and eight of up alternate, from one or two that hold all
+    rows of gate, then all of up. Two formats become one: F32, which is packed as F16."""
+    kind, (*experts, _, cols) = gate_up[0].type, gate_up[0].shape
+    rows = sum(tensor.shape[-2] for tensor in gate_up)
+    parts = [np.asarray(tensor.data).reshape(*tensor.shape[:-1], -1) for tensor in gate_up]
+    if any(tensor.type != kind for tensor in gate_up):
+        kind, parts = GGMLQuantizationType.F32, [
+            quants.dequantize(part, t.type).view(np.uint8) for part, t in zip(parts, gate_up)]
+    # [experts, tile, gate | up, bytes of eight rows]
+    turns = [part.reshape(math.prod(experts), -1, rows // TILE_ROWS, 8 * part.shape[-1])
+             .swapaxes(1, 2) for part in parts]
+    return replace(gate_up[0], type=kind, shape=(*experts, rows, cols),
+                   data=np.concatenate(turns, axis=2).reshape(-1))
 
 
 def packed_bytes(format, rows, cols):
@@ -382,8 +393,7 @@ class Device:
             # pinned memory for results on their way to the host, taken in turn
             self.landings = itertools.cycle([
                 (self.open("cuEventCreate", 0, undo="cuEventDestroy"),
-                 (ctypes.c_byte * LANDING_BYTES).from_address(int(
-                     self.open("cuMemAllocHost", LANDING_BYTES, undo="cuMemFreeHost"))))
+                 int(self.open("cuMemAllocHost", LANDING_BYTES, undo="cuMemFreeHost")))
                 for _ in range(16)])  # more than a draft has rounds
             self.opened.callback(self.free_all)
             self.opened = self.opened.pop_all()
@@ -516,25 +526,22 @@ class Device:
 
     # ---- loading -----------------------------------------------------------------------------
 
-    def matrix(self, tensors, bias=None, norm=None):
+    def matrix(self, tensors, bias=None):
         """Stack the row blocks `tensors`, each [rows, cols], with an optional bias [rows].
 
         Weights keep their format; one that has no kernel becomes F16. Neighbours of one format are
-        packed together. Tensors [experts, rows, cols] give a stack for each expert. norm: see
-        gated.
+        packed together. Tensors [experts, rows, cols] give a stack for each expert.
         """
         stack = [tensor.parts() for tensor in tensors]
         count, rows = len(stack[0]), sum(parts[0].shape[0] for parts in stack)
         cols = tensors[0].shape[-1]
-        if cols % 4:
-            raise DeviceError(f"the CUDA kernels read four columns at a time, and a matrix of this "
-                              f"model has {cols}: use --backend cpu")
+        if cols % 8:
+            raise DeviceError(f"the CUDA kernels read eight columns at a time, and a matrix of "
+                              f"this model has {cols}: use --backend cpu")
         weight_scale = self.alloc(4 * count * rows, "weights").view((count, rows), np.float32)
-        squares = self.buffer("repack", (count, rows), np.float32)
 
         def block_of(parts):  # the same for neighbours of one format that fill whole tiles
-            alone = norm is None and parts[0].shape[0] % TILE_ROWS
-            return packing_of(parts[0]), alone and id(parts)
+            return packing_of(parts[0]), parts[0].shape[0] % TILE_ROWS and id(parts)
 
         blocks, row = [], 0
         for (format, _), members in itertools.groupby(stack, block_of):
@@ -543,18 +550,17 @@ class Device:
             nbytes = packed_bytes(format, height, cols)
             packed = self.alloc(count * nbytes, "weights")
             for expert in range(count):
-                first, every = 0, [parts[expert] for parts in members]
-                for together in [every] if norm else zip(every):
-                    at = 4 * (expert * rows + row + first)
-                    self.repack(together,
-                                packed.at(expert * nbytes + packed_bytes(format, first, cols)),
-                                weight_scale.at(at), norm, squares.at(at))
-                    first += together[0].shape[0]
+                first = 0
+                for tensor in (parts[expert] for parts in members):
+                    at = expert * nbytes + packed_bytes(format, first, cols)
+                    self.repack(tensor, packed.at(at),
+                                weight_scale.at(4 * (expert * rows + row + first)))
+                    first += tensor.shape[0]
             blocks.append(RowBlock(packed, format, height))
             row += height
         role = ".".join(tensors[0].name.split(".")[-2:])
         return Matrix(role, tuple(blocks), weight_scale,
-                      None if bias is None else self.vector(bias), rows, cols, count, bool(norm))
+                      None if bias is None else self.vector(bias), rows, cols, count)
 
     experts = matrix
 
@@ -564,47 +570,42 @@ class Device:
 
         A power of two for each expert multiplies up and divides down. It brings into [2^14, 2^15)
         what no silu(gate) * up exceeds: the largest cols * |gate row| * |up row|, columns times
-        `norm`, since before those the length of an RMSNorm's result is at most sqrt(cols). Usual
-        values lie 2^12 to 2^17 below; f16 keeps all its bits down to 2^-14.
+        `norm`, since before those the length of an RMSNorm's result is at most sqrt(cols). The
+        root of the mean square lies 2^12 to 2^16 below in the layers of SmolLM2, whose cols is 576,
+        and in proportion to cols elsewhere. f16 keeps all its bits for the first 2^28.
         """
-        rows = sum(tensor.shape[-2] for tensor in gate_up)
-        if rows % TILE_ROWS:
-            raise DeviceError(f"the CUDA kernels take feed-forward networks whose width is a "
-                              f"multiple of 8, not {rows // 2}: use --backend cpu")
-        if len({tensor.type for tensor in gate_up}) > 1:  # a tile has one format: F16
-            gate_up = [as_f32(tensor) for tensor in gate_up]
-        gate_up, down = self.matrix(gate_up, norm=norm), self.matrix(down)
-        in_tiles = gate_up.count, -1, 2, TILE_ROWS // 2
-        squares = self.buffer("repack", gate_up.weight_scale.shape, np.float32)
-        lengths = np.sqrt(self.download(squares).astype(np.float64)).reshape(in_tiles)
-        most = gate_up.cols * lengths.prod(axis=2).max(axis=(1, 2))
+        down = self.matrix(down)
+        gate_up = replace(self.matrix([in_turns(gate_up)]), gated=True)
+        (block,), rows, cols = gate_up.blocks, gate_up.count * gate_up.rows, gate_up.cols
+        squares = self.buffer("repack", (rows,), np.float32)
+        self.launch("linear_silu_squares", (rows,), 128, (
+            block.packed, norm, squares, FORMAT_NUMBERS[block.format], cols, chunks_of(cols)))
+        of_tiles = lambda x: self.download(x).reshape(gate_up.count, -1, 2, TILE_ROWS // 2)
+        scale, lengths = of_tiles(gate_up.weight_scale), np.sqrt(of_tiles(squares))
+        most = cols * np.prod(lengths * scale, axis=2, dtype=np.float64).max(axis=(1, 2))
         factor = np.ldexp(np.float32(1), np.clip(15 - np.frexp(most)[1], -100, 100))
-        scale = self.download(gate_up.weight_scale).reshape(in_tiles)
         scale[:, :, 1] *= factor[:, None, None]
         self.write(gate_up.weight_scale, scale)
         self.write(down.weight_scale, self.download(down.weight_scale) / factor[:, None])
         return gate_up, down
 
-    def repack(self, tensors, packed, weight_scale, norm, squares):
-        """Bring a tensor, or gate and up, to the card in pieces, and into packed order there."""
+    def repack(self, tensor, packed, weight_scale):
+        """Bring a tensor to the card in pieces, and into packed order there."""
         self.launch_early = False  # these kernels wait for none before them
-        type_, cols, n = tensors[0].type, tensors[0].shape[1], 2 if norm else 1
-        sources = [part for tensor in tensors for part in np.split(
-            np.asarray(tensor.data).reshape(tensor.shape[0], -1), n // len(tensors))]
-        native = type_.name in PACKINGS or type_.name in REPACKED_AS_F16
-        row_bytes = sources[0].shape[1] if native else 4 * cols
-        step = max(STAGING_BYTES // row_bytes // TILE_ROWS, 1) * TILE_ROWS // n
-        raw = self.buffer("repack", (max(n * step * row_bytes, STAGING_BYTES),), np.uint8)
-        for first in range(0, len(sources[0]), step):
-            parts = [source[first:first + step] for source in sources]
-            rows, first = n * len(parts[0]), n * first
-            for i, part in enumerate(parts):
-                self.write(raw.at(i * len(part) * row_bytes),
-                           part if native else quants.dequantize(part, type_))
-            self.launch(f"linear_repack_{type_.name if native else 'F32'}",
-                        (-(-rows // TILE_ROWS),), REPACK_THREADS,
-                        (raw, packed.at(packed_bytes(packing_of(tensors[0]), first, cols)),
-                         weight_scale.at(4 * first), rows, cols, norm, squares.at(4 * first)))
+        rows, cols = tensor.shape
+        source = np.asarray(tensor.data).reshape(rows, -1)
+        format = tensor.type.name
+        native = format in PACKINGS or format in REPACKED_AS_F16
+        row_bytes = source[0].nbytes if native else 4 * cols
+        step = max(STAGING_BYTES // row_bytes // TILE_ROWS, 1) * TILE_ROWS
+        raw = self.buffer("repack", (max(step * row_bytes, STAGING_BYTES),), np.uint8)
+        for first in range(0, rows, step):
+            part = source[first:first + step]
+            self.write(raw, part if native else quants.dequantize(part, tensor.type))
+            self.launch(f"linear_repack_{format if native else 'F32'}",
+                        (-(-len(part) // TILE_ROWS),), REPACK_THREADS,
+                        (raw, packed.at(packed_bytes(packing_of(tensor), first, cols)),
+                         weight_scale.at(4 * first), len(part), cols))
 
     def vector(self, array):
         return self.upload(np.asarray(array, np.float32), "weights")
@@ -652,8 +653,9 @@ class Device:
         # Worth 7% of a step of 1 row and 3% of 8 (8B on an H200); at 64 rows it costs 10%, since
         # waiting blocks take room, and an eager launch takes Python longer.
         self.launch_early = self.arch >= 90 and len(batch.tokens) <= FEW_ROWS
-        lengths = np.append(batch.spans[:, 1], 2)
-        self.single_rows, self.longest_span = int(np.argmax(lengths > 1)), int(lengths.max())
+        lengths = batch.spans[:, 1]
+        self.longest_span = int(lengths.max())
+        self.single_rows = int((lengths > 1).argmax()) if self.longest_span > 1 else len(lengths)
         table = self.buffer("page_table", batch.page_table.shape, np.int32)
         if not np.array_equal(self.page_table, batch.page_table):
             self.page_table = batch.page_table
@@ -718,14 +720,13 @@ class Device:
             downloaded = [self.download(buffer) for buffer in buffers]
             return lambda: downloaded
         event, landing = next(self.landings)
-        call("cuMemcpyDtoHAsync", ctypes.addressof(landing), start, end - start, self.stream)
+        call("cuMemcpyDtoHAsync", landing, start, end - start, self.stream)
         call("cuEventRecord", event, self.stream)
 
         def wait():
             call("cuEventSynchronize", event)
-            return [np.frombuffer(landing, buffer.dtype, math.prod(buffer.shape),
-                                  buffer.ptr - start).reshape(buffer.shape).copy()
-                    for buffer in buffers]
+            return [np.frombuffer(ctypes.string_at(landing + buffer.ptr - start, buffer.nbytes),
+                                  buffer.dtype).reshape(buffer.shape) for buffer in buffers]
         return wait
 
     def stored_bytes(self, tensor):
@@ -833,7 +834,7 @@ class Device:
         rows, cols = routes.pairs.shape[0] if routes else x.rows, w.rows // 2
         # The columns that pad it are never written: scratch starts as zeros.
         y = self.buffer(f"linear_silu_{cols}", (padded(rows, 8), padded(cols, 128)), np.float16)
-        self.multiply(x, w, y, items=routes and self.items_of(x, routes))
+        self.linear_experts(x, w, routes, y) if routes else self.linear(x, w, y)
         return Activations(y, None, rows, cols)
 
     def linear_add(self, x, w, h):
@@ -1021,9 +1022,9 @@ class Device:
     def delta_rule(self, u, c, cfg, layer, kv, batch):
         """o f32 [rows, H_v d] = S^T q; the states take what enters, see kv.Batch.of."""
         o = self.buffer("delta_rule", (u.shape[0], cfg.delta_v_heads * DELTA_DIM), np.float32)
-        heads = cfg.delta_k_heads
-        self.launch("delta_rule",
-                    (4 * cfg.delta_v_heads // heads, heads, batch.spans.shape[0]), 128,
+        grid = 4 * cfg.delta_v_heads // cfg.delta_k_heads, cfg.delta_k_heads, batch.spans.shape[0]
+        kind = "prompt" if self.longest_span > 16 else "decode"
+        self.launch(f"delta_rule_{kind}", grid, 128,
                     self.delta_net(u, None, c, o, cfg, layer, kv, batch))
         return o
 
@@ -1071,19 +1072,17 @@ class Device:
                      routes.items.shape[0]))
         return routes
 
-    def linear_experts(self, x, w, routes):
+    def linear_experts(self, x, w, routes, out=None):
         """y f32 [rows * k, w.rows] = for each row and each of its experts, x times that one's rows.
 
         x has a row for each row, or for each of its k experts. Without an expert y is anything.
         """
-        y = self.buffer("linear_experts", (routes.pairs.shape[0], w.rows), np.float32)
-        self.multiply(x, w, y, items=self.items_of(x, routes))
+        n_pairs = routes.pairs.shape[0]
+        y = out or self.buffer("linear_experts", (n_pairs, w.rows), np.float32)
+        self.multiply(x, w, y, items=(
+            routes.tile, routes.items.shape[0], routes.items, routes.pairs, n_pairs // x.rows, 1,
+            x.rows > routes.experts.shape[0]))
         return y
-
-    def items_of(self, x, routes):
-        """See multiply. What follows another product of experts finds the items there."""
-        return (routes.tile, routes.items.shape[0], routes.items, routes.pairs,
-                routes.pairs.shape[0] // x.rows, 1, x.rows > routes.experts.shape[0])
 
     def linear_heads(self, x, w):
         """y f32 [rows, heads * w.rows] = row r * heads + h of x times the rows of head h."""

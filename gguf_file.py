@@ -152,11 +152,11 @@ def map_file(path):
         raise ModelError(f"{path} is not a plain file; give the path of a GGUF file")
     try:
         with open(path, "rb") as file:
-            empty = not os.fstat(file.fileno()).st_size
-            return b"" if empty else mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except (OSError, ValueError) as error:  # ValueError: the path cannot be one
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except (OSError, ValueError) as error:  # ValueError: it is empty, or the path cannot be one
         reason = getattr(error, "strerror", error)
-        raise ModelError(f"cannot open {str(path)!r}: {reason}; check the path") from error
+        raise ModelError(f"cannot open {str(path)!r}: {reason}; check the path, or fetch "
+                         "the file again") from error
 
 
 def read_file(path):
@@ -164,8 +164,8 @@ def read_file(path):
     buffer = map_file(path)
     header = Header(path, buffer)
     header.require(buffer[:4] == b"GGUF",
-                   f"this is not a GGUF file: its {len(buffer):,} bytes do not begin with the "
-                   "letters GGUF; fetch it again, or give the path of another")
+                   "this is not a GGUF file: it does not begin with the letters GGUF; fetch it "
+                   "again, or give the path of another")
     header.take(4, "the magic")
     version = header.number("<u4", "the version")
     header.require(version in (2, 3), f"GGUF version {version}: only 2 and 3 are supported; "

@@ -386,7 +386,7 @@ struct Product {
     float* y;                   // [rows, columns]
     Int rows, columns, chunks;
     Int add;   // y += instead of y =
-    Int silu;  // y is silu(gate) * up instead: see store_silu
+    Int silu;  // y: f16 pieces [rows, columns / 2] of silu(gate) * up
 };
 
 // One element of y from its sum and what it is added to. `scale` is that of the token times that of
@@ -395,14 +395,12 @@ DEVICE float result(float sum, float scale, float bias, float before) {
     return __fadd_rn(before, __fadd_rn(__fmul_rn(sum, scale), bias));
 }
 
-// One f16 of silu(gate) * up, in the pieces that the next product reads. A tile holds eight rows of
-// gate, then the same eight of up; `column` is that of gate. The scale of `up` has a power of two
-// that keeps the product below 2^15: see Device.gated.
-DEVICE void store_silu(const Product& product, int row, int column, float gate, float up) {
-    const int index = (column + column % TILE_ROWS) / 2;
-    uint4* piece = reinterpret_cast<uint4*>(product.y) +
-                   piece_at(row, index, chunks_of(product.columns / 2));
-    reinterpret_cast<__half*>(piece)[index % 8] = __float2half_rn(silu(gate) * up);
+// Where a product with `silu` stores silu(gate) * up of index k: in pieces, as a product reads it.
+// A tile of its weights holds eight rows of gate, then the same ones of up, whose scale has a power
+// of two that keeps what is stored below 2^15: see Device.gated.
+DEVICE __half* silu_at(const Product& product, int row, int k) {
+    return reinterpret_cast<__half*>(product.y) +
+           8 * piece_at(row, k, chunks_of(product.columns / 2)) + k % 8;
 }
 
 // A stack of up to four row blocks, each of one format. Their outputs lie side by side in y.
@@ -443,11 +441,12 @@ struct OwnRows {
 };
 
 // Stores what a lane has of tiles of 16 weight rows x 8 tokens, as the tensor core leaves it: sums
-// of `row` and row + 8 of each tile, for `token` and token + 1 of each.
+// of `row` and row + 8 of each tile, for `token` and token + 1 of each. Few warps run this, once:
+// two paths without branches are faster than one with both.
 template <int ROW_TILES, int TOKEN_TILES, typename Rows>
 DEVICE void store_totals(const Product& product, const Place& place, const Rows& rows, int row,
                          int token, const float (&total)[ROW_TILES][TOKEN_TILES][4]) {
-    const int column = place.column + row;
+    const int column = place.column + row, odd = row % 2;
     float scale[2 * ROW_TILES], bias[2 * ROW_TILES];  // of the rows row + 8 r
     bool real[2 * ROW_TILES];
     for (int r = 0; r < 2 * ROW_TILES; r++) {
@@ -455,45 +454,61 @@ DEVICE void store_totals(const Product& product, const Place& place, const Rows&
         scale[r] = load_if(real[r], product.weight_scale + column + 8 * r, 0.0f);
         bias[r] = load_if(real[r] && product.bias, product.bias + column + 8 * r, 0.0f);
     }
+    const auto scale_of = [&](int token) {
+        return load_if(token < product.rows && product.x_scale,
+                       product.x_scale + rows.x_of(rows.y(token)), 1.0f);
+    };
+    if (product.silu) {
 #pragma unroll
-    for (int n = 0; n < TOKEN_TILES; n++) {
-        int y_row[2];
+        for (int n = 0; n < TOKEN_TILES; n++, token += 8) {
+            const float token_scale[] = {scale_of(token), scale_of(token + 1)};
+            for (int m = 0; m < ROW_TILES; m++) {
+                float x[2];
+                for (int i = 0; i < 2; i++)
+                    x[i] = silu(total[m][n][i] * (token_scale[i] * scale[2 * m])) *
+                           (total[m][n][2 + i] * (token_scale[i] * scale[2 * m + 1]));
+                // The lanes of an even row and the next one trade: each stores both for a token.
+                const unsigned own = half2_bits(x[0], x[1]);
+                const unsigned other = __shfl_xor_sync(ALL_LANES, own, 4);
+                const int k = (row + row % TILE_ROWS) / 2 - odd + 8 * m;
+                if (token + odd < product.rows && real[2 * m])
+                    *reinterpret_cast<unsigned*>(silu_at(product, rows.y(token + odd), k)) =
+                        __byte_perm(own, other, odd ? 0x3276 : 0x5410);
+            }
+        }
+        return;
+    }
+#pragma unroll
+    for (int n = 0; n < TOKEN_TILES; n++, token += 8) {
         float* to[2];
         float before[2][2 * ROW_TILES], token_scale[2];
         for (int i = 0; i < 2; i++) {
-            const bool inside = token + 8 * n + i < product.rows;
-            y_row[i] = rows.y(token + 8 * n + i);
-            to[i] = inside ? product.y + int64_t(y_row[i]) * product.columns + column : nullptr;
-            token_scale[i] = load_if(inside && product.x_scale,
-                                     product.x_scale + rows.x_of(y_row[i]), 1.0f);
+            const bool inside = token + i < product.rows;
+            to[i] = inside ? product.y + int64_t(rows.y(token + i)) * product.columns + column
+                           : nullptr;
+            token_scale[i] = scale_of(token + i);
             for (int r = 0; r < 2 * ROW_TILES; r++)
                 before[i][r] = load_if(inside && real[r] && product.add, to[i] + 8 * r, 0.0f);
         }
-        for (int i = 0; i < 2; i++) {
-            float y[2 * ROW_TILES];
+        for (int i = 0; i < 2; i++)
             for (int r = 0; r < 2 * ROW_TILES; r++)
-                y[r] = result(total[r / 2][n][r % 2 * 2 + i], token_scale[i] * scale[r], bias[r],
-                              before[i][r]);
-            for (int r = 0; r < 2 * ROW_TILES; r++) {
-                if (!to[i] || !real[r]) continue;
-                if (!product.silu) to[i][8 * r] = y[r];
-                else if (r % 2 == 0) store_silu(product, y_row[i], column + 8 * r, y[r], y[r + 1]);
-            }
-        }
+                if (to[i] && real[r])
+                    to[i][8 * r] = result(total[r / 2][n][r % 2 * 2 + i], token_scale[i] * scale[r],
+                                          bias[r], before[i][r]);
     }
 }
 
-// ---- few rows: each warp of a block takes a chain of a tile -----------------------------------
+// ---- few rows: the warps of a block share the chains of a tile ---------------------------------
 
 constexpr int FEW_STRIDE = 20;  // floats of a token's 16 sums in shared memory: no bank conflicts
-template <int WARPS, int TOKENS>
-constexpr int FEW_SUMS = WARPS * TOKENS * FEW_STRIDE;
+template <int TOKENS>
+constexpr int FEW_SUMS = CHAINS * TOKENS * FEW_STRIDE;
 
 // The tiles place.index, place.index + place.blocks, ... of a row block. The loads of a warp run
 // ahead of its products by one part, across tiles too.
 template <int FORMAT, int TOKEN_TILES, int BLOCKS, int WARPS, typename Rows>
 DEVICE void linear_few(const Product& product, const Place& place, const Rows& rows,
-                       float (&sums)[2][FEW_SUMS<WARPS, 8 * TOKEN_TILES>]) {
+                       float (&sums)[2][FEW_SUMS<8 * TOKEN_TILES>]) {
     using P = Packed<FORMAT>;
     constexpr int TOKENS = 8 * TOKEN_TILES;
     // Chunks loaded in advance, as many as there are registers for.
@@ -510,7 +525,7 @@ DEVICE void linear_few(const Product& product, const Place& place, const Rows& r
     };
     const unsigned tile_bytes = P::tile_bytes(chunks);
     const int turn = parts < WARPS ? 0 : WARPS / 2;
-    int half_of_sums = 0, chain = warp;
+    int half_of_sums = 0, first = warp;  // the chain with which this warp begins a tile
 
     const uint4* x[TOKEN_TILES];  // past the end: the last token again, its results are dropped
     for (int n = 0; n < TOKEN_TILES; n++)
@@ -554,68 +569,69 @@ DEVICE void linear_few(const Product& product, const Place& place, const Rows& r
             before = load_if(mine && product.add, to, 0.0f);
         };
         if (BLOCKS == 2) load_rest();  // early, if there are registers to keep it
-        float sum[TOKEN_TILES][4] = {};
-        for (int part = chain; part < parts; part += WARPS) {
-            // What this warp takes next; parts: nothing.
-            const bool same_tile = part + WARPS < parts;
-            const uint8_t* next_tile = same_tile ? tile : tile + place.blocks * tile_bytes;
-            const int next = same_tile                      ? part + WARPS
-                             : index + place.blocks < tiles ? chain ^ turn
-                                                            : parts;
-            for (int i = 0; i < P::SCALE_WORDS; i++) scales[i] = next_scales[i];
-            if (next < parts) load_scales<FORMAT>(next_tile, chunks, next, lane, next_scales);
-            ChunkScales s = {};
-#pragma unroll
-            for (int c = 0; c < PART_CHUNKS; c++) {
-                if (P::WHOLE_PARTS || exists(part, c)) {
-                    decode_scales<FORMAT>(scales, c, s);
-                    for (int half = 0; half < 2; half++) {
-                        unsigned a[2][4];
-                        dequantise<FORMAT>(words[c % AHEAD], s, half, a);
-                        for (int n = 0; n < TOKEN_TILES; n++) {
-                            const unsigned(&k)[4] = b[c % TOKENS_AHEAD][n][half];
-                            mma_16x8x16(sum[n], a[0], k[0], k[1]);
-                            mma_16x8x16(sum[n], a[1], k[2], k[3]);
-                        }
-                    }
-                }
-                const int far = (c + AHEAD) % PART_CHUNKS;
-                if (c + AHEAD < PART_CHUNKS) load_ahead(tile, part, far);
-                else load_ahead(next_tile, next, far);
-                load_tokens(c + TOKENS_AHEAD < PART_CHUNKS ? part : next,
-                            (c + TOKENS_AHEAD) % PART_CHUNKS);
-                __syncwarp();  // or the compiler moves the loads of all chunks behind the last one
-            }
-            tile = next_tile;
-        }
         float* tile_sums = sums[half_of_sums];
         half_of_sums ^= 1;  // one barrier a tile: the next one takes the other half
-        for (int n = 0; n < TOKEN_TILES; n++)
-            for (int i = 0; i < 4; i++)
-                tile_sums[(chain * TOKENS + 8 * n + 2 * t + (i & 1)) * FEW_STRIDE + g +
-                          8 * (i >> 1)] = sum[n][i];
-        chain ^= turn;
+#pragma unroll 1
+        for (int i = 0; i < CHAINS / WARPS; i++) {
+            const int chain = first + WARPS * i;
+            float sum[TOKEN_TILES][4] = {};
+            for (int part = chain; part < parts; part += CHAINS) {
+                // What this warp takes next; parts: nothing.
+                int next = part + CHAINS;
+                if (next >= parts) next = i + 1 < CHAINS / WARPS ? chain + WARPS : parts;
+                const bool same_tile = next < parts;
+                const uint8_t* next_tile = same_tile ? tile : tile + place.blocks * tile_bytes;
+                if (!same_tile) next = index + place.blocks < tiles ? first ^ turn : parts;
+                for (int j = 0; j < P::SCALE_WORDS; j++) scales[j] = next_scales[j];
+                if (next < parts) load_scales<FORMAT>(next_tile, chunks, next, lane, next_scales);
+                ChunkScales s = {};
+#pragma unroll
+                for (int c = 0; c < PART_CHUNKS; c++) {
+                    if (P::WHOLE_PARTS || exists(part, c)) {
+                        decode_scales<FORMAT>(scales, c, s);
+                        for (int half = 0; half < 2; half++) {
+                            unsigned a[2][4];
+                            dequantise<FORMAT>(words[c % AHEAD], s, half, a);
+                            for (int n = 0; n < TOKEN_TILES; n++) {
+                                const unsigned(&k)[4] = b[c % TOKENS_AHEAD][n][half];
+                                mma_16x8x16(sum[n], a[0], k[0], k[1]);
+                                mma_16x8x16(sum[n], a[1], k[2], k[3]);
+                            }
+                        }
+                    }
+                    const int far = (c + AHEAD) % PART_CHUNKS;
+                    if (c + AHEAD < PART_CHUNKS) load_ahead(tile, part, far);
+                    else load_ahead(next_tile, next, far);
+                    load_tokens(c + TOKENS_AHEAD < PART_CHUNKS ? part : next,
+                                (c + TOKENS_AHEAD) % PART_CHUNKS);
+                    __syncwarp();  // or the compiler moves all chunks' loads behind the last
+                }
+                tile = next_tile;
+            }
+            for (int n = 0; n < TOKEN_TILES; n++)
+                for (int j = 0; j < 4; j++)
+                    tile_sums[(chain * TOKENS + 8 * n + 2 * t + (j & 1)) * FEW_STRIDE + g +
+                              8 * (j >> 1)] = sum[n][j];
+        }
+        first ^= turn;
         if (BLOCKS > 2) load_rest();
         __syncthreads();
         if (mine) {
             const float* own = tile_sums + token * FEW_STRIDE + threadIdx.x % TILE_ROWS;
-            for (int i = 0; i < WARPS; i++)
+            for (int i = 0; i < CHAINS; i++)
                 total = __fadd_rn(total, own[i * TOKENS * FEW_STRIDE]);
         }
         const float y = result(total, row_scale * token_scale, bias, before);
-        if (product.silu) {
-            const float up = __shfl_down_sync(ALL_LANES, y, TILE_ROWS / 2);
-            if (mine && threadIdx.x % TILE_ROWS < TILE_ROWS / 2)
-                store_silu(product, y_row, column, y, up);
-        } else if (mine) {
-            *to = y;
-        }
+        const float up = __shfl_down_sync(ALL_LANES, y, TILE_ROWS / 2);
+        if (mine && !product.silu) *to = y;
+        if (mine && product.silu && threadIdx.x % TILE_ROWS < TILE_ROWS / 2)
+            *silu_at(product, y_row, row - index * TILE_ROWS / 2) = __float2half_rn(silu(y) * up);
     }
 }
 
 template <int TOKEN_TILES, int BLOCKS>
 DEVICE void linear_tiles(const Linear& work) {
-    __shared__ float sums[2][FEW_SUMS<CHAINS, 8 * TOKEN_TILES>];
+    __shared__ float sums[2][FEW_SUMS<8 * TOKEN_TILES>];
     let_successor_start();
     const Place place = place_in(work.stack, blockIdx.x);
     with_format(place.format, [&](auto format) {
@@ -663,8 +679,7 @@ DEVICE void barrier_arrive(int id, int threads) {
 // The WARPS warps of a group take as many tiles each and share the tokens of a chunk.
 // Shared memory: RING_KB of [group][slot][tokens, then each tile's words of a chunk], with as many
 // slots as fit, then totals.
-template <int CHAINS, int FORMAT, int ROWS, int COLUMNS, int WARPS, int GROUPS, int RING_KB,
-          typename Rows>
+template <int FORMAT, int ROWS, int COLUMNS, int WARPS, int GROUPS, int RING_KB, typename Rows>
 DEVICE void linear_staged(const Product& product, const Place& place, const Rows& rows,
                           int first_token, uint8_t* shared) {
     using P = Packed<FORMAT>;
@@ -761,7 +776,7 @@ DEVICE void linear_staged(const Product& product, const Place& place, const Rows
             const int part_chunks = min(chunks - part * PART_CHUNKS, PART_CHUNKS);
     #pragma unroll 1  // half the code, at the same speed
             for (int pair = 0; pair < part_chunks; pair += 2) {
-    #pragma unroll
+#pragma unroll
                 for (int c = 0; c < 2; c++) {
                     if (c % STEP == 0) {
                         // This step is there, and all warps of the group have read the one before,
@@ -836,8 +851,8 @@ DEVICE void linear_block(const Linear& work) {
     wait_for_predecessor();
     const Place place = place_in(work.stack, blockIdx.y);
     with_format(place.format, [&](auto format) {
-        linear_staged<CHAINS, format, ROWS, SHAPE...>(work.product, place, OwnRows(),
-                                                      blockIdx.x * ROWS, shared);
+        linear_staged<format, ROWS, SHAPE...>(work.product, place, OwnRows(), blockIdx.x * ROWS,
+                                              shared);
     });
 }
 
@@ -861,27 +876,17 @@ LINEAR_BLOCK(64, 128, 2, 4, 1, 49)
 
 constexpr int FEED = -1;  // the token is the one that `sample` drew last for the row's slot
 
-// h [rows, cols] f32 = row tokens[r] of the packed table; another negative token gives zeros.
-// PRECOND: grid (rows), 128 threads; table is one row block; cols % 4 = 0.
-// One block holds one row. Moves a packed tile's row (whole lines of 16 rows) and 4 cols bytes.
-KERNEL embed(const uint8_t* packed, const float* weight_scale, const int* tokens,
-             const int* slots, const int* last_tokens, float* h, int format, int cols, int chunks) {
-    follow_predecessor();
-    const int fed = last_tokens[max(slots[blockIdx.x], 0)];
-    const int token = tokens[blockIdx.x] == FEED ? fed : tokens[blockIdx.x];
-    h += int64_t(blockIdx.x) * cols;
-    if (token < 0) {
-        for (int k = threadIdx.x; k < cols; k += blockDim.x) h[k] = 0.0f;
-        return;
-    }
-    const float scale = weight_scale[token];
-    const int parts = parts_of(chunks), r = token >> 3 & 1;
+// Calls visit(k, weights k and k + 1) for a row of packed tiles, to be multiplied by weight_scale.
+// The threads of a block share its columns, up to the end of the last chunk.
+template <typename Visit>
+DEVICE void for_weights(const uint8_t* packed, int format, int row, int chunks, Visit visit) {
+    const int parts = parts_of(chunks), r = row >> 3 & 1;
     with_format(format, [&](auto format) {
         constexpr int FORMAT = format;
         using P = Packed<FORMAT>;
-        const uint8_t* tile = packed + (token / TILE_ROWS) * P::tile_bytes(chunks);
+        const uint8_t* tile = packed + (row / TILE_ROWS) * P::tile_bytes(chunks);
         for (int i = threadIdx.x; i < 4 * parts; i += blockDim.x) {
-            const int part = i >> 2, t = i & 3, lane = (token & 7) * 4 + t;
+            const int part = i >> 2, t = i & 3, lane = (row & 7) * 4 + t;
             unsigned words[PART_CHUNKS][P::WORDS], scales[P::SCALE_WORDS];
             load_scales<FORMAT>(tile, chunks, part, lane, scales);
             for (int c = 0; c < PART_CHUNKS; c++)
@@ -898,14 +903,31 @@ KERNEL embed(const uint8_t* packed, const float* weight_scale, const int* tokens
                     dequantise<FORMAT>(words[c], s, half, a);
                     for (int i = 0; i < 4; i++) {
                         const unsigned bits = r ? a[i / 2][i % 2 * 2 + 1] : a[i / 2][i % 2 * 2];
-                        const float2 w = __half22float2(*reinterpret_cast<const __half2*>(&bits));
-                        const int k = first_k(chunk, t) + 8 * half + 2 * i;
-                        if (k < cols)
-                            *reinterpret_cast<float2*>(h + k) = {w.x * scale, w.y * scale};
+                        visit(first_k(chunk, t) + 8 * half + 2 * i,
+                              __half22float2(*reinterpret_cast<const __half2*>(&bits)));
                     }
                 }
             }
         }
+    });
+}
+
+// h [rows, cols] f32 = row tokens[r] of the packed table; another negative token gives zeros.
+// PRECOND: grid (rows), 128 threads; table is one row block; cols % 4 = 0.
+// One block holds one row. Moves a packed tile's row (whole lines of 16 rows) and 4 cols bytes.
+KERNEL embed(const uint8_t* packed, const float* weight_scale, const int* tokens,
+             const int* slots, const int* last_tokens, float* h, int format, int cols, int chunks) {
+    follow_predecessor();
+    const int fed = last_tokens[max(slots[blockIdx.x], 0)];
+    const int token = tokens[blockIdx.x] == FEED ? fed : tokens[blockIdx.x];
+    h += int64_t(blockIdx.x) * cols;
+    if (token < 0) {
+        for (int k = threadIdx.x; k < cols; k += blockDim.x) h[k] = 0.0f;
+        return;
+    }
+    const float scale = weight_scale[token];
+    for_weights(packed, format, token, chunks, [=](int k, float2 w) {
+        if (k < cols) *reinterpret_cast<float2*>(h + k) = {w.x * scale, w.y * scale};
     });
 }
 
@@ -2008,18 +2030,6 @@ struct SourceRow {
     // 8-bit scale of a sub-block of 16 (Q6_K), plus 128.
     __device__ unsigned scale(int k) const { return block(k)[192 + k % 256 / 16] ^ 128; }
 
-    __device__ float weight(int k) const {
-        if constexpr (FLOATS) return value(k);
-        const float n = float(integer(k));
-        if constexpr (SOURCE == Q4_K || SOURCE == Q5_K) {
-            const uint2 sub_block = scale_and_min(k);
-            return d(k) * sub_block.x * n - min(k) * sub_block.y;
-        }
-        if constexpr (SOURCE == Q6_K) return d(k) * (float(scale(k)) - 128.0f) * (n - 32.0f);
-        if constexpr (SOURCE == Q4_1) return d(k) * n + min(k);
-        return d(k) * (n - (SOURCE == Q8_0 ? 128.0f : 8.0f));
-    }
-
     // What must fit in f16 once multiplied by the row's power of two: see row_scale_factor.
     __device__ float largest_of_block(int k) const {
         if constexpr (FLOATS) return fabsf(value(k));
@@ -2033,15 +2043,14 @@ struct SourceRow {
 
 template <int SOURCE>
 DEVICE void repack_tile(const uint8_t* source, uint8_t* packed, float* weight_scale, int rows,
-                        int cols, const float* norm, float* squares) {
+                        int cols) {
     using Row = SourceRow<SOURCE>;
     constexpr int FORMAT = Row::FLOATS ? F16 : SOURCE;
     using P = Packed<FORMAT>;
     __shared__ float factors[TILE_ROWS];
     const int chunks = chunks_of(cols), parts = parts_of(chunks);
     const auto row_at = [=](int r) {
-        int row = blockIdx.x * TILE_ROWS + r;
-        if (norm) row = blockIdx.x * 8 + r % 8 + (r < 8 ? 0 : rows / 2);
+        const int row = blockIdx.x * TILE_ROWS + r;
         return Row{source + int64_t(row) * (cols / Row::VALUES) * Row::BYTES,
                    row < rows ? cols : 0};
     };
@@ -2051,14 +2060,9 @@ DEVICE void repack_tile(const uint8_t* source, uint8_t* packed, float* weight_sc
         float largest = 0.0f;
         for (int k = threadIdx.x % 32 * Row::VALUES; k < row.cols; k += 32 * Row::VALUES)
             largest = fmaxf(largest, row.largest_of_block(k));
-        float sum = 0.0f;
-        for (int k = threadIdx.x % 32; norm && k < row.cols; k += 32)
-            sum += row.weight(k) * norm[k] * row.weight(k) * norm[k];
-        sum = warp_sum(sum);
         const float factor = row_scale_factor(warp_max(largest));
         if (threadIdx.x % 32 == 0) {
             factors[r] = factor;
-            if (norm) squares[blockIdx.x * TILE_ROWS + r] = sum;
             if (row.cols)
                 weight_scale[blockIdx.x * TILE_ROWS + r] =
                     (FORMAT == F16 ? 1.0f : P::K_SCALES ? 0x1p20f : 0x1p24f) / factor;
@@ -2140,20 +2144,29 @@ DEVICE void repack_tile(const uint8_t* source, uint8_t* packed, float* weight_sc
 }
 
 // packed tiles and weight_scale [rows] from `rows` rows of `cols` values as they lie in the file.
-// With `norm` [cols] they are rows of gate, then of up: a tile takes eight of each, and squares
-// [rows] gets the sum of (weight * norm)^2 of each row, in the order of the tiles.
 // PRECOND: grid (ceil(rows / 16)), 256 threads; source 4-byte aligned; packed 128-byte aligned.
 // A block holds one tile of 16 rows. Moves the source (scales and floats twice) and the tile.
 #define REPACK(SOURCE)                                                                           \
     KERNEL __launch_bounds__(256) linear_repack_##SOURCE(                                        \
-        const uint8_t* source, uint8_t* packed, float* weight_scale, int rows, int cols,         \
-        const float* norm, float* squares) {                                                     \
-        repack_tile<SOURCE>(source, packed, weight_scale, rows, cols, norm, squares);            \
+        const uint8_t* source, uint8_t* packed, float* weight_scale, int rows, int cols) {       \
+        repack_tile<SOURCE>(source, packed, weight_scale, rows, cols);                           \
     }
 REPACK(Q4_K) REPACK(Q5_K) REPACK(Q6_K)
 REPACK(Q8_0) REPACK(Q4_0) REPACK(Q4_1)
 REPACK(F16) REPACK(BF16) REPACK(F32)
 #undef REPACK
+
+// squares [rows] = sum of (w * norm)^2 over each row w of packed tiles, without its weight_scale.
+// PRECOND: grid (rows), 128 threads; norm [cols]; cols % 4 = 0. One block holds one row.
+KERNEL linear_silu_squares(const uint8_t* packed, const float* norm, float* squares, int format,
+                           int cols, int chunks) {
+    float sum = 0.0f;
+    for_weights(packed, format, blockIdx.x, chunks, [&](int k, float2 w) {
+        if (k < cols) sum += w.x * norm[k] * w.x * norm[k] + w.y * norm[k + 1] * w.y * norm[k + 1];
+    });
+    sum = block_sum_and_largest(sum, 0.0f).x;
+    if (threadIdx.x == 0) squares[blockIdx.x] = sum;
+}
 
 // ---------------------------------------------------------------------------------------------
 // Attention over f32 KV: no tensor cores, no promise of speed, nothing is split
@@ -2941,14 +2954,14 @@ DEVICE void with_item(const LinearExperts& work, Body body) {
 // y [tokens, heads, columns] of x [tokens, heads, K]. Items of <= 8 tokens.
 // PRECOND: grid (sum of blocks, items), 128 threads. As linear_few_8 with four warps a block: K of
 // an expert is short (3 parts of 768), and warps without a part would idle.
-constexpr int EXPERT_CHAINS = 4;
-KERNEL __launch_bounds__(32 * EXPERT_CHAINS, 6)
+constexpr int EXPERT_WARPS = 4;
+KERNEL __launch_bounds__(32 * EXPERT_WARPS, 6)
 linear_experts_8(const __grid_constant__ LinearExperts work) {
-    __shared__ float sums[2][FEW_SUMS<EXPERT_CHAINS, 8>];
+    __shared__ float sums[2][FEW_SUMS<8>];
     if (!work.known) wait_for_predecessor();
     let_successor_start();  // when the items are there for it
     with_item<8>(work, [&](auto format, const Product& product, const Place& place, auto rows) {
-        linear_few<format, 1, 6, EXPERT_CHAINS>(product, place, rows, sums);
+        linear_few<format, 1, 6, EXPERT_WARPS>(product, place, rows, sums);
     });
 }
 
@@ -2959,7 +2972,7 @@ linear_experts_some(const __grid_constant__ LinearExperts work) {
     extern __shared__ __align__(128) uint8_t shared[];
     wait_for_predecessor();
     with_item<32>(work, [&](auto format, const Product& product, const Place& place, auto rows) {
-        linear_staged<EXPERT_CHAINS, format, 32, 128, 8, 1, 40>(product, place, rows, 0, shared);
+        linear_staged<format, 32, 128, 8, 1, 40>(product, place, rows, 0, shared);
     });
 }
 
@@ -3004,7 +3017,8 @@ struct DeltaNet {
     DEVICE float* c_row(int row) const { return c + int64_t(row) * c_values; }
     DEVICE float* state(int slot) const { return states + int64_t(slot) * slot_values; }
     DEVICE float* record(int slot, int position) const {
-        return state(slot) + v_heads * DELTA_DIM * DELTA_DIM + unsigned(position) % unsigned(ring) * record_values;
+        return state(slot) + v_heads * DELTA_DIM * DELTA_DIM +
+               unsigned(position) % unsigned(ring) * record_values;
     }
 };
 
@@ -3023,21 +3037,26 @@ KERNEL delta_conv(const __grid_constant__ DeltaNet work) {
         for (int i = 0; i < DELTA_DIM / 32; i++)
             weights[back][i] =
                 back < width ? work.conv[(at + 32 * i + 1) * width - 1 - back] : 0.0f;
+    const int gate = max(v_head, 0);  // q and k have none
+    const float dt = work.dt[gate], decay = work.decay[gate];
+    const int share = (work.rows + gridDim.x - 1) / gridDim.x, start = blockIdx.x * share;
+    if (share == 1 && lane < 4 * (width - 1) && work.slots[start] >= 0)  // of earlier steps
+        prefetch(work.record(work.slots[start], max(work.positions[start] - 1 - lane / 4, 0)) +
+                 head * DELTA_DIM + lane % 4 * 32);
     wait_for_predecessor();
-    const int share = (work.rows + gridDim.x - 1) / gridDim.x;
-    for (int row = blockIdx.x * share; row < min(work.rows, (blockIdx.x + 1) * share); row++) {
+    for (int row = start; row < min(work.rows, start + share); row++) {
         const int slot = work.slots[row], position = work.positions[row];
-        float u[MOST_TAPS][DELTA_DIM / 32], x[DELTA_DIM / 32] = {}, squares = 0.0f;
-        for (int back = 0; back < MOST_TAPS; back++) {
+        const float* gates = work.u_row(row) + work.u_values - 2 * work.v_heads + gate;
+        const float beta = gates[0], alpha = gates[work.v_heads] + dt;
+        float x[DELTA_DIM / 32] = {}, squares = 0.0f;
+        for (int back = MOST_TAPS - 1; back >= 0; back--) {
             const bool here = row >= back && work.slots[max(row - back, 0)] == slot;  // in u
             const bool real = back == 0 || (back < width && slot >= 0 && position >= back);
             const float* from = back == 0 || here ? work.u_row(row - back)
                                                   : work.record(slot, position - back);
-            for (int i = 0; i < DELTA_DIM / 32; i++) u[back][i] = real ? from[at + 32 * i] : 0.0f;
-        }
-        for (int back = MOST_TAPS - 1; back >= 0; back--)
             for (int i = 0; i < DELTA_DIM / 32; i++)
-                x[i] = fmaf(u[back][i], weights[back][i], x[i]);
+                x[i] = fmaf(real ? from[at + 32 * i] : 0.0f, weights[back][i], x[i]);
+        }
         for (float& value : x) value = silu(value), squares = fmaf(value, value, squares);
         const float length = sqrtf(warp_sum(squares) + work.eps);
         const float factor = v_head >= 0            ? 1.0f
@@ -3046,20 +3065,17 @@ KERNEL delta_conv(const __grid_constant__ DeltaNet work) {
         float* c = work.c_row(row);
         for (int i = 0; i < DELTA_DIM / 32; i++) c[at + 32 * i] = x[i] * factor;
         if (v_head < 0 || lane > 0) continue;
-        const float* gates = work.u_row(row) + work.u_values - 2 * work.v_heads + v_head;
-        const float alpha = gates[work.v_heads] + work.dt[v_head];
         const float softplus = fmaxf(alpha, 0.0f) + log1pf(expf(-fabsf(alpha)));
         c += work.channels() + v_head;
-        c[0] = times_sigmoid(1.0f, gates[0]);
-        c[work.v_heads] = expf(work.decay[v_head] * softplus);
+        c[0] = times_sigmoid(1.0f, beta);
+        c[work.v_heads] = expf(decay * softplus);
     }
 }
 
-// A lane holds 16 values of k of two columns of S: 4 from 4 part on, of each 32. Eight lanes share
-// two columns; part = lane % 8. A block has 32 columns of a head.
-constexpr int DELTA_VALUES = 16, DELTA_COLUMNS = 2, DELTA_WARPS = 4;
-constexpr int DELTA_BLOCK_COLUMNS = 8 * DELTA_WARPS;
-constexpr int DELTA_HEAD_BLOCKS = DELTA_DIM / DELTA_BLOCK_COLUMNS;
+// A lane holds 16 values of k, 4 from 4 part on, of each 32, of two columns of S. Eight lanes,
+// part = 0 .. 7, share these. A warp has 8 columns, a block as many as a warp has lanes.
+constexpr int DELTA_VALUES = 16, DELTA_PARTS = 8, DELTA_COLUMNS = 2, DELTA_WARPS = 4;
+constexpr int DELTA_BLOCK_COLUMNS = 32, DELTA_BLOCKS = DELTA_DIM / DELTA_BLOCK_COLUMNS;
 constexpr int DELTA_AHEAD = 8;  // tokens that wait in shared memory, twice
 
 // What a block needs of a token; of a pending one k, delta in place of v, and decay. From shared
@@ -3071,7 +3087,7 @@ struct DeltaToken {
 
 DEVICE void load_part(float (&x)[DELTA_VALUES], const float* from) {
     for (int i = 0; i < DELTA_VALUES; i += 4)
-        *reinterpret_cast<float4*>(x + i) = load4(from + 8 * i);
+        *reinterpret_cast<float4*>(x + i) = load4(from + DELTA_PARTS * i);
 }
 DEVICE float part_product(const float (&a)[DELTA_VALUES], const float (&b)[DELTA_VALUES]) {
     float even = 0.0f, odd = 0.0f;  // two chains: a product waits for the one before it
@@ -3081,10 +3097,10 @@ DEVICE float part_product(const float (&a)[DELTA_VALUES], const float (&b)[DELTA
 }
 // The sums over the parts of four values. A lane gives half of them away, twice: it ends with
 // a[column] if bit 0 of it is clear, else with b[column], where `column` is its bit 1.
-DEVICE float sum_of_parts(const float (&a)[2], const float (&b)[2]) {
+DEVICE float sum_of_parts(const float (&a)[DELTA_COLUMNS], const float (&b)[DELTA_COLUMNS]) {
     const bool keeps_b = threadIdx.x & 1, second = threadIdx.x & 2;
-    float x[2];
-    for (int j = 0; j < 2; j++)
+    float x[DELTA_COLUMNS];
+    for (int j = 0; j < DELTA_COLUMNS; j++)
         x[j] = __fadd_rn(keeps_b ? b[j] : a[j],
                          __shfl_xor_sync(ALL_LANES, keeps_b ? a[j] : b[j], 1));
     const float sum = __fadd_rn(second ? x[1] : x[0],
@@ -3099,51 +3115,51 @@ DEVICE void enter_state(float (&s)[DELTA_VALUES], const float (&k)[DELTA_VALUES]
 // Per span and v head: S takes the pending tokens from their records, then the rows, each of which
 // gets o = S^T q. Stored is S behind the first `entering` of all these tokens: none, those that are
 // pending, or all. Rows that do not enter become records, with the delta that S took in place of v:
-// to take it again needs no sums. Of rows that enter only the u stays that the next convolution
+// to take it again needs no sums. Of rows that enter only the u counts that the next convolution
 // looks back at.
-// PRECOND: grid (4 H_v / H_k, H_k, spans), 128 threads; spans int32 (first row, rows, slot, position, pending,
-// entering); pending + rows that do not enter <= ring.
-// One warp holds 8 columns of S in registers; it reads them once and stores them at most once. The
-// last span comes first: prompts stand there, and take longest. State and records are those of
-// earlier steps: they are on their way before the wait.
-KERNEL __launch_bounds__(32 * DELTA_WARPS) delta_rule(const __grid_constant__ DeltaNet work) {
+// PRECOND: grid (DELTA_BLOCKS H_v / H_k, H_k, spans), 128 threads; spans int32 (first row, rows,
+// slot, position, pending, entering); pending + rows that do not enter <= ring.
+// S is in registers; it is read once and stored at most once. The last span comes first: prompts
+// stand there, and take longest. State and records are those of earlier steps: they are on their
+// way before the wait.
+template <bool PROMPT>
+DEVICE void delta_rule(const DeltaNet& work) {
     let_successor_start();
     __shared__ __align__(16) DeltaToken ring[2][DELTA_AHEAD];
     const int* span = work.spans + 6 * (gridDim.z - 1 - blockIdx.z);
     const int first = span[0], rows = span[1], slot = span[2], position = span[3],
               pending = span[4], entering = span[5];
     const bool rows_enter = entering > pending;
-    const int lane = threadIdx.x & 31, warp = threadIdx.x / 32, part = lane % 8;
-    const int column = 8 * warp + lane / 8 * DELTA_COLUMNS;  // the lane's first in the block
-    const int k_head = blockIdx.y, group = gridDim.x / DELTA_HEAD_BLOCKS,
-              of_group = blockIdx.x / DELTA_HEAD_BLOCKS,
-              head = work.grouped ? k_head * group + of_group : of_group * work.k_heads + k_head;
+    const int lane = threadIdx.x & 31, warp = threadIdx.x / 32, part = lane % DELTA_PARTS;
+    const int column = threadIdx.x / DELTA_PARTS * DELTA_COLUMNS;  // the lane's first in the block
+    const int k_head = blockIdx.y, of_group = blockIdx.x / DELTA_BLOCKS;
+    const int head = work.grouped ? k_head * (gridDim.x / DELTA_BLOCKS) + of_group
+                                  : of_group * work.k_heads + k_head;
+    const int block_v = head * DELTA_DIM + blockIdx.x % DELTA_BLOCKS * DELTA_BLOCK_COLUMNS;
     const int n_k = work.k_heads * DELTA_DIM, n_v = work.v_heads * DELTA_DIM;
-    const int block_v = head * DELTA_DIM + blockIdx.x % DELTA_HEAD_BLOCKS * DELTA_BLOCK_COLUMNS;
-    float* o = work.o + int64_t(first) * n_v + block_v + column;
+    const bool has_o = (part & 5) == 1;  // in what sum_of_parts gives
+    float* o = work.o + int64_t(first - 1) * n_v + block_v + column + part / 2;  // a row behind
     if (slot < 0) {
         wait_for_predecessor();
-        for (int row = 0; part == 0 && row < rows; row++)
-            *reinterpret_cast<float2*>(o + int64_t(row) * n_v) = float2{};
+        for (int row = 0; has_o && row < rows; row++) *(o += n_v) = 0.0f;
         return;
     }
     // Copies the tokens from `t` rows behind the first one on, up to `end`. From k on, a record is
     // like a row of c.
     const float* c = work.c_row(first);
     auto fetch = [&](int t, int end, DeltaToken* token) {
-        const auto copy = [](auto bytes, const float* to, const float* from) {
-            copy_async<bytes>(unsigned(__cvta_generic_to_shared(to)), from);
-        };
 #pragma unroll 1
         for (t += warp, token += warp; t < end; t += DELTA_WARPS, token += DELTA_WARPS) {
             const float* k = t < 0 ? work.record(slot, position + t) + work.channels()
                                    : c + int64_t(t) * work.c_values + n_k;
             const int at = 4 * lane, of_k_head = k_head * DELTA_DIM + at;
-            copy(Is<16>(), token->k + at, k + of_k_head);
-            if (t >= 0) copy(Is<16>(), token->q + at, k - n_k + of_k_head);
-            copy(Is<4>(), token->v + lane, k + n_k + block_v + lane);
+            copy_async<16>(__cvta_generic_to_shared(token->k + at), k + of_k_head);
+            if (t >= 0)
+                copy_async<16>(__cvta_generic_to_shared(token->q + at), k - n_k + of_k_head);
+            copy_async<4>(__cvta_generic_to_shared(token->v + lane), k + n_k + block_v + lane);
             if (lane < 2)
-                copy(Is<4>(), &token->beta + lane, k + n_k + n_v + head + lane * work.v_heads);
+                copy_async<4>(__cvta_generic_to_shared(&token->beta + lane),
+                              k + n_k + n_v + head + lane * work.v_heads);
         }
         asm volatile("cp.async.commit_group;");
     };
@@ -3156,15 +3172,15 @@ KERNEL __launch_bounds__(32 * DELTA_WARPS) delta_rule(const __grid_constant__ De
     auto store_state = [&] {
         for (int j = 0; j < DELTA_COLUMNS; j++)
             for (int i = 0; i < DELTA_VALUES; i += 4)
-                *reinterpret_cast<float4*>(state + j * DELTA_DIM + 8 * i) = load4(s[j] + i);
+                *reinterpret_cast<float4*>(state + j * DELTA_DIM + DELTA_PARTS * i) =
+                    load4(s[j] + i);
     };
     wait_for_predecessor();
-    // `out` is this lane's part of o, added up with the products of the next token: a sum over
-    // lanes is a long wait.
+    // This lane's part of o is added up with the products of the next token: a sum over lanes is a
+    // long wait.
     float out[DELTA_COLUMNS] = {};
-    auto store_o = [&](int row, float sum) {
-        if ((lane & 5) == 1) o[int64_t(row) * n_v + (lane >> 1 & 1)] = sum;
-    };
+    float* record = work.record(slot, position) + work.channels() + n_k + block_v + column;
+    const float* ring_end = work.record(slot, 0) + work.ring * work.record_values;
     for (int turn = 0; t < rows; turn ^= 1) {
         const int next = min(end + DELTA_AHEAD, end < 0 ? 0 : rows);
         fetch(end, next, ring[turn ^ 1]);
@@ -3174,43 +3190,58 @@ KERNEL __launch_bounds__(32 * DELTA_WARPS) delta_rule(const __grid_constant__ De
         for (; t < end && t < 0; t++, token++) {
             float k[DELTA_VALUES];
             load_part(k, token->k + 4 * part);
-            const float2 delta = *reinterpret_cast<const float2*>(token->v + column);
-            enter_state(s[0], k, delta.x, token->decay);
-            enter_state(s[1], k, delta.y, token->decay);
+            for (int j = 0; j < DELTA_COLUMNS; j++)
+                enter_state(s[j], k, token->v[column + j], token->decay);
             if (t == -1 && entering == pending) store_state();
         }
+        // Unrolled, loads of a token are on their way during the sums of the one before it; in
+        // decode, more blocks in a multiprocessor are worth more than that.
+#pragma unroll (PROMPT ? 2 : 1)
         for (; t < end; t++, token++) {
-            float k[DELTA_VALUES], q[DELTA_VALUES], delta[DELTA_COLUMNS];
+            float k[DELTA_VALUES], q[DELTA_VALUES], known[DELTA_COLUMNS], delta[DELTA_COLUMNS];
             load_part(k, token->k + 4 * part);
             load_part(q, token->q + 4 * part);
             const float2 v = *reinterpret_cast<const float2*>(token->v + column);
-            const float known[] = {part_product(s[0], k), part_product(s[1], k)};  // S^T k
+            const float beta = token->beta, decay = token->decay;
+            for (int j = 0; j < DELTA_COLUMNS; j++) known[j] = part_product(s[j], k);  // S^T k
             const float sum = sum_of_parts(known, out);
-            if (t > 0) store_o(t - 1, sum);
+            if (has_o && t > 0) *o = sum;
+            o += n_v;
             for (int j = 0; j < DELTA_COLUMNS; j++) {
-                const float all = __shfl_sync(ALL_LANES, sum, (lane & ~7) + 2 * j);
-                delta[j] = __fmul_rn(token->beta, fmaf(-token->decay, all, j ? v.y : v.x));
-                enter_state(s[j], k, delta[j], token->decay);
+                const float all = __shfl_sync(ALL_LANES, sum, lane - part + 2 * j);
+                delta[j] = __fmul_rn(beta, fmaf(-decay, all, j ? v.y : v.x));
+                enter_state(s[j], k, delta[j], decay);
                 out[j] = part_product(s[j], q);
             }
-            if (!rows_enter && part == 0)
-                *reinterpret_cast<float2*>(work.record(slot, position + t) + work.channels() + n_k +
-                                           block_v + column) = make_float2(delta[0], delta[1]);
+            if (part == 0) *reinterpret_cast<float2*>(record) = make_float2(delta[0], delta[1]);
+            record += work.record_values;
+            if (record >= ring_end) record -= work.ring * work.record_values;
         }
         __syncthreads();
         end = next;
     }
-    store_o(rows - 1, sum_of_parts(out, out));
+    const float sum = sum_of_parts(out, out);
+    if (has_o) *o = sum;
     if (rows_enter) store_state();
 
     const int channels = work.channels(), values = rows_enter ? channels : work.record_values;
-    for (int row = rows_enter ? max(0, rows - work.width + 1) : 0; row < rows; row++)
-        for (int at = 4 * ((blockIdx.y * gridDim.x + blockIdx.x) * blockDim.x + threadIdx.x);
-             at < values; at += 4 * gridDim.x * gridDim.y * blockDim.x)
-            if (at < channels + n_k || at >= channels + n_k + n_v)
-                *reinterpret_cast<float4*>(work.record(slot, position + row) + at) =
-                    load4(at < channels ? work.u_row(first + row) + at
-                                        : c + int64_t(row) * work.c_values + at - channels + n_k);
+    const int kept = rows_enter ? min(rows, work.width - 1) : rows;
+    for (int i = 4 * ((blockIdx.y * gridDim.x + blockIdx.x) * blockDim.x + threadIdx.x);
+         i < kept * values; i += 4 * gridDim.x * gridDim.y * blockDim.x) {
+        const int row = rows - kept + i / values, at = i % values;
+        if (at < channels + n_k || at >= channels + n_k + n_v)  // delta is there
+            *reinterpret_cast<float4*>(work.record(slot, position + row) + at) =
+                load4(at < channels ? work.u_row(first + row) + at
+                                    : c + int64_t(row) * work.c_values + at - channels + n_k);
+    }
+}
+KERNEL __launch_bounds__(32 * DELTA_WARPS, 7)
+    delta_rule_decode(const __grid_constant__ DeltaNet work) {
+    delta_rule<false>(work);
+}
+KERNEL __launch_bounds__(32 * DELTA_WARPS, 4)
+    delta_rule_prompt(const __grid_constant__ DeltaNet work) {
+    delta_rule<true>(work);
 }
 
 // x[r] = rmsnorm of each head of o, times norm and silu(z): o f32 [rows, cols], z in rows of u that

@@ -13,7 +13,6 @@ PAGE = 64  # tokens of a page
 FEED = -1  # token of a row whose token is still on the device: the last one drawn for its slot
 PARTS_LIMIT = 1 << 28  # bytes of scratch for segments of attention that wait to be merged
 GRAPH_SIZES = 1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128  # rows of decode batches that have a graph
-
 ROW_ARRAYS = "tokens", "positions", "slots", "rope_sets", "tiles", "spans", "logit_rows"
 
 
@@ -81,8 +80,11 @@ class Batch:
         there are any, then none. Only for decode batches, in which every row wants logits.
         """
         n = len(self.tokens)
-        padding = np.array([[-2], [0], [-1], [0]], np.int32).repeat(rows - n, axis=1)
+        if (n, len(self.tiles), len(self.spans)) == (rows, tiles, spans):
+            self.sizes = rows, tiles, spans
+            return self
         arrays = self.tokens, self.positions, self.slots, self.rope_sets
+        padding = np.array([[-2], [0], [-1], [0]], np.int32).repeat(rows - n, axis=1)
 
         def cover(array, count):
             more = [(min(row, rows - 1), int(row < rows), -1, 0, 0, 0)[:array.shape[1]]

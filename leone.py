@@ -44,6 +44,8 @@ from tokenizer import Tokenizer
 VERSION = "0.1.0"
 PENDING = spec.MAX_DRAFT + 1  # most tokens of a sequence outside of its recurrent state
 LOGIT_ROWS = 64  # rows of logits computed at a time when all are wanted
+COUNTERS = ("rows", "steps_of_16_rows", "sweeps", "prompt_tokens", "cached_tokens",
+            "generated_tokens", "drafted_tokens", "accepted_tokens")  # of Engine.stats
 SNAPSHOT_TOKENS = 8192  # of a long prompt, after which the recurrent state is remembered
 
 
@@ -111,7 +113,7 @@ class Step:
     """A launched step, whose tokens are still to be read."""
     chosen: list  # see Engine.choose_rows
     sampled: list  # see Engine.draw
-    batch: Batch
+    batch: Batch  # as it was run, padding included
     h: object  # the residual stream of its rows, until the next step is launched
     drafts: dict  # request -> the drafts behind its token
     result: object  # waits and gives (tokens, log probabilities) of the rows that want them
@@ -631,7 +633,8 @@ class Engine:
             batch, sampled, rows, drafts = last.batch, last.sampled, last.rows, {}
             chosen = [(r, ids, position + 1, 1) for r, ids, position, _ in last.chosen]
             states = self.states_of(chosen)
-            batch.spans[:rows, 4:] = states
+            if self.cfg.n_state_layers:
+                batch.spans[:rows, 4:] = states
         else:
             drafts = self.proposer.propose(wants) if wants else {}
             chosen = self.choose_rows(decoding, drafts)
@@ -676,6 +679,8 @@ class Engine:
         stay pending, since not all may count, until the next ones begin another interval;
         intervals of slots are staggered, so that steps take the same time.
         """
+        if not self.cfg.n_state_layers:
+            return [(0, 0)] * len(chosen)
         interval, states = self.ops.state_interval, []
         for request, ids, position, _ in chosen:
             pending, end = position - request.committed, position + len(ids)
@@ -722,7 +727,7 @@ class Engine:
         self.delivered = now
         for request, drafts in step.drafts.items():
             request.drafted += len(drafts)  # before anybody hears of the end
-        accepted, wrong = dict.fromkeys(step.wants, 0), None
+        before, wrong = {request: request.accepted for request in step.wants}, None
         for row, ((request, i), token, logprob) in enumerate(
                 zip(step.sampled, tokens.tolist(), logprobs.tolist())):
             if request is wrong or request.finish_reason is not None:
@@ -732,18 +737,17 @@ class Engine:
                                                token, logprob))
             drafts = step.drafts.get(request, ())
             right = i < len(drafts) and drafts[i] == token  # then the next row is, too
-            if right:
-                request.accepted += 1
-                accepted[request] += 1
+            request.accepted += right
             self.accept(request, token, logprob, right)
             if not right or request.cancelled:
                 wrong = request
         for request in step.wants:  # no other step names it: all its tokens are known now
             drafted = len(step.drafts.get(request, ()))
-            self.controller.learn(request, drafted, accepted[request])
+            accepted = request.accepted - before[request]
+            self.controller.learn(request, drafted, accepted)
             request.sampled = len(request.tokens)
             self.counts["drafted_tokens"] += drafted
-            self.counts["accepted_tokens"] += accepted[request]
+            self.counts["accepted_tokens"] += accepted
         self.sweep()
 
     def sweep(self):
@@ -770,7 +774,7 @@ class Engine:
         if reason:
             text += request.stream.flush()
         if stop := request.sampling.stop:
-            text, request.held, stopped = split_at_stop(request.held + text, stop, reason)
+            text, request.held, stopped = split_at_stop(request.held + text, stop, bool(reason))
             reason = "stop" if stopped else reason
         request.text += text
         request.events.append(Event(token, text, logprob, drafted))
@@ -805,9 +809,7 @@ class Engine:
             "pages": self.pool.n_pages, "pages_free": self.pool.free_count,
             "pages_cached": self.prefixes.unused, "sessions_resident": self.sessions.resident,
             "sessions_stored": self.sessions.stored, "bytes": dict(self.ops.allocated),
-            **{name: self.counts[name] for name in (
-                "rows", "steps_of_16_rows", "sweeps", "prompt_tokens", "cached_tokens",
-                "generated_tokens", "drafted_tokens", "accepted_tokens")}}
+            **{name: self.counts[name] for name in COUNTERS}}
 
 
 def most_likely(logits, count, token, logprob):

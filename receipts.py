@@ -222,7 +222,9 @@ def main(argv=None):
         key = load_key(args.key, create=False)
         receipt, prompt, output = read(args.file)
     except (RequestError, OSError) as error:
-        print(f"receipts: {error}", file=sys.stderr)
+        problem = getattr(error, "strerror", None)
+        print(f"receipts: {f'{error.filename}: {problem}; check the path' if problem else error}",
+              file=sys.stderr)
         return 2
     try:
         verify(key, receipt)

@@ -38,7 +38,7 @@ import cli
 import receipts
 from api import Choice, Order, encode, error_object, parse_json
 from errors import LeoneError, Overloaded, RequestError, require
-from leone import VERSION
+from leone import COUNTERS, VERSION
 
 BODY_LIMIT = 16 << 20  # bytes
 MOST_CONNECTIONS = 500  # that are served; as many more are told that they are too many
@@ -213,10 +213,6 @@ class Writer(threading.Thread):
 
 # ---- the server ------------------------------------------------------------------------------
 
-# Of Engine.stats; the others are gauges.
-COUNTERS = ("steps", "rows", "steps_of_16_rows", "prompt_tokens", "cached_tokens",
-            "generated_tokens", "sweeps", "drafted_tokens", "accepted_tokens")
-
 
 def shut(connection, how=socket.SHUT_RDWR):
     with contextlib.suppress(OSError):  # it is already
@@ -386,7 +382,8 @@ class Server(socketserver.ThreadingTCPServer):
         stats = self.engine.stats if self.engine else {}
         samples = {f'memory_bytes{{kind="{kind}"}}': size
                    for kind, size in stats.pop("bytes", {}).items()}
-        samples.update((name + "_total" * (name in COUNTERS), n) for name, n in stats.items())
+        samples.update((name + "_total" * (name in ("steps", *COUNTERS)), n)
+                       for name, n in stats.items())
         with self.samples_lock:
             samples.update(self.samples, connections=len(self.deadlines))
         family = lambda sample: re.sub(r"(_sum|_count)?(\{.*)?$", "", sample)
@@ -685,24 +682,21 @@ def build_parser():
 
 def open_server(args):
     """The server that the command line asks for, not started. Raises RequestError, OSError."""
-    host, _, port = args.bind.rpartition(":")
-    try:
-        address = socket.gethostbyname(host or "127.0.0.1"), int(port)
-    except (OSError, ValueError):
-        raise RequestError(f'--bind is "{args.bind}"; give HOST:PORT of this machine') from None
-    require(ipaddress.ip_address(address[0]).is_loopback or args.allow_remote,
-            f"{host} can be reached from other machines; say --allow-remote if that is meant, and "
-            "set --api-key")
     require(args.api_key != "", "the API key is empty; leave --api-key out to need none")
-    key = args.receipt_key and receipts.load_key(args.receipt_key)
+    receipt_key = args.receipt_key and receipts.load_key(args.receipt_key)
     open_engine = lambda: cli.open_engine(
         args, max_rows=args.batch_size, queue=args.queue, queue_tokens=args.queue_tokens,
         sessions=args.sessions, session_store=args.session_store,
         state_cache=args.state_cache << 20)
+    host, _, port = args.bind.rpartition(":")
     try:
-        return Server(open_engine, address, Path(args.model).stem, args.api_key, args.cors, key,
-                      args.quiet, args.verbose)
-    except (OSError, OverflowError) as error:  # OverflowError: no such port
+        address = socket.gethostbyname(host or "127.0.0.1"), int(port)
+        require(ipaddress.ip_address(address[0]).is_loopback or args.allow_remote,
+                f"{host} can be reached from other machines; say --allow-remote if that is meant, "
+                "and set --api-key")
+        return Server(open_engine, address, Path(args.model).stem, args.api_key, args.cors,
+                      receipt_key, args.quiet, args.verbose)
+    except (OSError, ValueError, OverflowError) as error:  # of the name, of the number, of its size
         raise RequestError(f"cannot listen at {args.bind}: {getattr(error, 'strerror', error)}; "
                            "give another HOST:PORT with --bind, port 0 for a free one") from None
 

@@ -7,7 +7,7 @@ freed, and its next request computes it again. Whatever was hibernated survives 
 A file of the store, NAME.kv, integers little-endian:
 
     bytes 0-7    b"LEONE KV"
-    bytes 8-11   format version, 2
+    bytes 8-11   format version, 3
     bytes 12-15  bytes of the header
     then         the header: JSON, padded with spaces so that the first blob is aligned; key (what
                  must be equal for the bits to be valid here), root, tokens, committed (how many of
@@ -37,7 +37,7 @@ import numpy as np
 from errors import RequestError, require
 from kv import PAGE, Snapshot
 
-MAGIC, VERSION = b"LEONE KV", 2
+MAGIC, VERSION = b"LEONE KV", 3
 ALIGNMENT = 4096
 LARGEST_HEADER = 1 << 28  # 20,000 tokens take 140 kB
 NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")

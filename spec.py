@@ -268,11 +268,12 @@ class Controller:
     OPTIMISM = 0.5  # the chance of a draft where nothing is known
     SMOOTHING = 0.2  # share of a new time in the average, more where that is old
     SIZES = np.array([*range(1, 9), *(n << i for i in range(3, 16) for n in (2, 3))])  # in rows
+    PAUSE = 8  # steps between two looks while no draft pays: one takes as long as a step of Python
     WARM_UP = 2  # first steps of a size that do not count: they load kernels and capture graphs
 
     def __init__(self, n_slots, fixed=None):
         """fixed: drafts of each sequence in each step, with nothing left to choose."""
-        self.fixed, self.steps = fixed, 0
+        self.fixed, self.steps, self.none_pays = fixed, 0, False
         # [slot, place in the draft]: decayed counts; place 0: was there any draft? Row -1: all.
         self.outcomes = np.zeros((2, n_slots + 1, MAX_DRAFT + 1))
         self.tried, self.right = self.outcomes
@@ -292,6 +293,8 @@ class Controller:
             return {}
         self.steps += 1
         self.outcomes *= self.AGE
+        if self.none_pays and self.steps % self.PAUSE:
+            return {}
         count, plain = len(limits), self.cost(False, len(limits))
         if not plain:  # not known yet
             return {}
@@ -308,6 +311,7 @@ class Controller:
         seconds[0] = plain
         speeds = (count + np.append(0, gains[order]).cumsum()) / seconds
         chosen = order[:speeds.argmax()]  # none where that is as good
+        self.none_pays = not chosen.size
         lengths = np.bincount(chosen // MAX_DRAFT, minlength=count).tolist()
         return {request: n for request, n in zip(limits, lengths) if n}
 
@@ -337,8 +341,8 @@ class Controller:
         """Of `drafted` tokens for a request that was to have some, the first `right` were right."""
         tried, won = min(drafted, right + 1) + 1, right + 1 if drafted else 0
         for row in (request.slot, -1):
-            self.tried[row, :tried] = self.tried[row, :tried] * self.WINDOW + 1
-            self.right[row, :tried] *= self.WINDOW
+            self.outcomes[:, row, :tried] *= self.WINDOW
+            self.tried[row, :tried] += 1
             self.right[row, :won] += 1
 
     def forget(self, request):

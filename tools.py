@@ -1,4 +1,5 @@
 """What a user asks about a model, a machine or an answer: doctor, bench, ..., replay."""
+import contextlib
 import itertools
 import json
 import math
@@ -8,6 +9,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPException
 from pathlib import Path
+from statistics import median
 from urllib.error import HTTPError
 from urllib.request import ProxyHandler, Request, build_opener
 
@@ -264,23 +266,8 @@ def bench(engine, rows, profile=False, as_json=False, synthetic=None, folder=Non
             f"{engine.pool.n_pages * PAGE} tokens of KV cache; use fewer --rows or a larger --ctx")
 
     def run(n, prompt, new):
-        """Seconds to the last first token and from there to the end; in the steps between, the
-        last left out since ended requests are put away there, microseconds a step that Python did
-        not wait for the card."""
-        requests = [engine.submit(rng.integers(0, engine.cfg.n_vocab, prompt).tolist(),
-                                  Sampling(temperature=0), new, ignore_eos=True,
-                                  speculation=False) for _ in range(n)]
-        began = time.perf_counter()
-        while engine.step() and not all(request.first_token for request in requests):
-            pass
-        at, steps, waited = time.perf_counter(), engine.steps, engine.counts["seconds_waited"]
-        while engine.step() and max(len(request.tokens) for request in requests) < new - 1:
-            pass
-        host = time.perf_counter() - at - (engine.counts["seconds_waited"] - waited)
-        host *= 1e6 / max(1, engine.steps - steps)
-        finish(engine, requests)
-        first = max(r.first_token for r in requests)
-        return first - began, max(r.finished for r in requests) - first, host
+        prompts = rng.integers(0, engine.cfg.n_vocab, (n, prompt)).tolist()
+        return timed(engine, prompts, new, speculation=False)
 
     roof = engine.ops.measure_bandwidth()
     result = dict(describe_machine(engine), read_bandwidth_gb_per_s=roof, decode=[], drafts=[],
@@ -288,13 +275,13 @@ def bench(engine, rows, profile=False, as_json=False, synthetic=None, folder=Non
     for n in rows:
         run(n, PROMPT, 4)  # builds the graphs
         progress(f"decoding {n} rows")
-        _, decoding, hosts = map(sorted, zip(*(run(n, PROMPT, new) for _ in range(repeats))))
-        slowest, speed, fastest = (n * (new - 1) / decoding[i] for i in (-1, repeats // 2, 0))
-        gigabytes = speed / n * engine.bytes_per_step(n) / 1e9
+        _, seconds, hosts, _ = zip(*(run(n, PROMPT, new) for _ in range(repeats)))
+        speeds = spread([n * (new - 1) / each for each in seconds])
+        steps_per_s = speeds["tokens_per_s"] / n
+        gigabytes = steps_per_s * engine.bytes_per_step(n) / 1e9
         result["decode"].append(dict(
-            rows=n, tokens_per_s=speed, slowest=slowest, fastest=fastest,
-            ms_per_step=1e3 * n / speed, gb_per_s=gigabytes, share=gigabytes / roof,
-            host_us=hosts[repeats // 2] if engine.ops.steps_ahead else None))
+            rows=n, **speeds, ms_per_step=1e3 / steps_per_s, gb_per_s=gigabytes,
+            share=gigabytes / roof, host_us=median(hosts) if engine.ops.steps_ahead else None))
         if type(engine.proposer) is not spec.Proposer:
             prompts = rng.integers(0, engine.cfg.n_vocab, (n, PROMPT)).tolist()
             result["drafts"].append(bench_drafts(engine, prompts, new, repeats, synthetic))
@@ -302,11 +289,10 @@ def bench(engine, rows, profile=False, as_json=False, synthetic=None, folder=Non
     for length in (length for length in prefills if length < longest):
         progress(f"reading {length} tokens")
         run(1, length, 1)
-        seconds = sorted(run(1, length, 1)[0] for _ in range(repeats))
-        slowest, speed, fastest = (length / seconds[i] for i in (-1, repeats // 2, 0))
+        speeds = spread([length / run(1, length, 1)[0] for _ in range(repeats)])
         result["prefill"].append(dict(
-            tokens=length, tokens_per_s=speed, slowest=slowest, fastest=fastest,
-            tflop_per_s=2e-12 * engine.weights.active_parameters * speed))
+            tokens=length, **speeds,
+            tflop_per_s=2e-12 * engine.weights.active_parameters * speeds["tokens_per_s"]))
     if profile:
         result["ops"] = profile_ops(engine, rng)
     progress("", last=True)
@@ -314,6 +300,31 @@ def bench(engine, rows, profile=False, as_json=False, synthetic=None, folder=Non
     if folder:
         write_evidence(result, Path(folder))
     return result
+
+
+def timed(engine, prompts, new, speculation, ignore_eos=True):
+    """Answer `prompts` by their most likely tokens, `new` at most, all at once: (seconds to the
+    last first token, seconds from there to the end, microseconds of a step that Python did not
+    wait for the card, in the steps between; {prompt: tokens}). The last step is left out there:
+    it puts ended requests away."""
+    requests = [engine.submit(prompt, Sampling(temperature=0), new, ignore_eos,
+                              speculation=speculation) for prompt in prompts]
+    began = time.perf_counter()
+    while engine.step() and not all(request.first_token for request in requests):
+        pass
+    at, steps, waited = time.perf_counter(), engine.steps, engine.counts["seconds_waited"]
+    while engine.step() and max(len(request.tokens) for request in requests) < new - 1:
+        pass
+    host = time.perf_counter() - at - (engine.counts["seconds_waited"] - waited)
+    host *= 1e6 / max(1, engine.steps - steps)
+    finish(engine, requests)
+    first, last = (max(getattr(r, name) for r in requests) for name in ("first_token", "finished"))
+    return first - began, last - first, host, {tuple(r.prompt): r.tokens for r in requests}
+
+
+def spread(speeds):
+    """The speeds of several runs, as fields of a record."""
+    return dict(tokens_per_s=median(speeds), slowest=min(speeds), fastest=max(speeds))
 
 
 def finish(engine, requests):
@@ -356,26 +367,21 @@ def bench_drafts(engine, prompts, new, repeats, synthetic=None, ignore_eos=True)
 
     def run(speculation):
         """Tokens a second behind the first ones, {prompt: tokens}."""
-        requests = [engine.submit(prompt, Sampling(temperature=0), new, ignore_eos,
-                                  speculation=speculation) for prompt in prompts]
-        finish(engine, requests)
-        began, ended = (max(getattr(r, name) for r in requests)
-                        for name in ("first_token", "finished"))
-        answers = {tuple(r.prompt): r.tokens for r in requests}
-        return (sum(map(len, answers.values())) - len(answers)) / (ended - began), answers
+        _, seconds, _, answers = timed(engine, prompts, new, speculation, ignore_eos)
+        return (sum(map(len, answers.values())) - len(answers)) / seconds, answers
 
-    plain, (_, answers) = sorted(run(False)[0] for _ in range(repeats)), run(False)
+    plain, (_, answers) = median(run(False)[0] for _ in range(repeats)), run(False)
     if synthetic is not None:
         engine.proposer = Synthetic(real, answers, synthetic)
     run(True)  # builds graphs, learns what pays
     before = engine.stats
-    drafted = sorted(run(True)[0] for _ in range(repeats))
+    speed = median(run(True)[0] for _ in range(repeats))
     engine.proposer, after = real, engine.stats
     tokens, sweeps, drafts, right = (after[name] - before[name] for name in (
         "generated_tokens", "sweeps", "drafted_tokens", "accepted_tokens"))
     tokens -= len(prompts) * repeats  # the first ones, which the prompts' last rows gave
     require(tokens, "an answer ends with its first token, and nothing can be measured")
-    plain, speed, tried = plain[repeats // 2], drafted[repeats // 2], controller.tried[-1, 1:]
+    tried = controller.tried[-1, 1:]
     return dict(rows=len(prompts), synthetic_acceptance=synthetic, tokens_per_s=speed,
                 plain_tokens_per_s=plain, gain=speed / plain, tokens_per_sweep=tokens / sweeps,
                 drafts_per_token=drafts / tokens, accepted=right / max(1, drafts),
@@ -401,8 +407,7 @@ def bench_prompts(engine, path, as_json=False):
         found = bench_drafts(engine, [ids], new, repeats, ignore_eos=False)
         del found["synthetic_acceptance"], found["right_by_place"], found["rows"]
         records.append(dict(kind=kind, prompt_tokens=len(ids), **found))
-    gains = {kind: float(np.median([r["gain"] for r in records if r["kind"] == kind]))
-             for kind, _ in prompts}
+    gains = {kind: median(r["gain"] for r in records if r["kind"] == kind) for kind, _ in prompts}
     progress("", last=True)
     print(json.dumps(dict(prompts=records, median_gain=gains)) if as_json else
           "\n".join([*columns(records), "", "median gain", *columns([gains])]))
@@ -447,18 +452,18 @@ def profile_ops(engine, rng):
     """
     found = {}
     for rows in (1, min(engine.prefill_chunk, engine.page_table.shape[1] * PAGE)):
-        batch, pages = batch_of(engine, rng.integers(0, engine.cfg.n_vocab, rows).tolist(), 1)
+        ids = rng.integers(0, engine.cfg.n_vocab, rows).tolist()
         for _ in range(2):  # the first pass warms up
-            timed = WatchedOps(engine.ops, lambda *call: (weight_bytes(*call), engine.ops.mark()),
-                               lambda _: engine.ops.mark())
-            engine.ops.run_ahead()
-            model.forward(engine.cfg, engine.weights, batch, engine.kv, timed)
-            engine.ops.synchronize()
+            watched = WatchedOps(engine.ops, lambda *call: (weight_bytes(*call), engine.ops.mark()),
+                                 lambda _: engine.ops.mark())
+            with batch_of(engine, ids, 1) as batch:
+                engine.ops.run_ahead()
+                model.forward(engine.cfg, engine.weights, batch, engine.kv, watched)
+                engine.ops.synchronize()
             sums = {}  # name -> calls, ms, bytes
-            for name, (nbytes, before), after in timed.calls:
+            for name, (nbytes, before), after in watched.calls:
                 more = 1, engine.ops.milliseconds(before, after), nbytes
                 sums[name] = [a + b for a, b in zip(sums.get(name, (0, 0.0, 0)), more)]
-        engine.pool.give(pages)
         total = sum(ms for _, ms, _ in sums.values())
         found[rows] = [
             dict(op=name, calls=calls, ms=ms, share=ms / total, weight_bytes=nbytes or None,
@@ -469,7 +474,7 @@ def profile_ops(engine, rng):
 
 def weight_bytes(name, args):
     """Bytes of the matrix that an op reads, 0 of those that read none or only a part of it."""
-    if name not in ("linear", "linear_add"):
+    if (name, len(args)) not in (("linear", 2), ("linear_add", 3), ("linear_silu", 2)):
         return 0
     parts = ([block.packed for block in args[1].blocks] if isinstance(args[1], device.Matrix) else
              [panel.values for panel in args[1].panels if panel.values is not None])
@@ -550,23 +555,20 @@ def time_server(url, users, api_key):
             progress(f"{count} users")
             run(count)  # builds the graphs
             speeds, firsts = zip(*(run(count) for _ in range(SERVE_REPEATS)))
-            slowest, speed, fastest = np.quantile(speeds, (0, 0.5, 1)).tolist()
-            first, latest = np.quantile(firsts, (0.5, 1)).tolist()
-            records.append(dict(users=count, tokens_per_s=speed, slowest=slowest, fastest=fastest,
-                                first_token_ms=first, latest_ms=latest))
+            firsts = sum(firsts, ())
+            records.append(dict(users=count, **spread(speeds), first_token_ms=median(firsts),
+                                latest_ms=max(firsts)))
     return model_name, records
 
 
+@contextlib.contextmanager
 def batch_of(engine, ids, wanted):
-    """(uploaded Batch, its pages) of one sequence past the scheduler: the tokens `ids`, of which
-    the last `wanted` have logits."""
-    count = engine.pages_for(ids, 0)
-    require(engine.make_room(count),
-            f"{len(ids)} tokens do not fit into the KV cache; give a shorter text")
-    pages = engine.pool.take(count)
-    batch = Batch.of([(0, 0, ids, engine.rope_set(len(ids)), wanted)], np.array([pages], np.int32),
-                     engine.tile_tokens)
-    return engine.ops.upload_batch(batch), pages
+    """The uploaded Batch of one sequence past the scheduler: the tokens `ids`, of which the last
+    `wanted` have logits."""
+    with engine.lone_sequence(len(ids)) as slot:
+        yield engine.ops.upload_batch(Batch.of(
+            [(slot, 0, ids, engine.rope_set(len(ids)), wanted)], engine.page_table,
+            engine.tile_tokens))
 
 
 class WatchedOps:
@@ -638,10 +640,10 @@ def buffers_of(engine, text):
         value = engine.ops.download(getattr(value, "weights", value))  # weights: of experts
         return value.reshape(len(value), -1).copy()
 
-    batch, _ = batch_of(engine, ids, len(ids))
     engine.weights.layers = numbered(engine.weights.layers)
     watched = WatchedOps(engine.ops, lambda *_: place["layer"], copied)
-    model.forward(engine.cfg, engine.weights, batch, engine.kv, watched)
+    with batch_of(engine, ids, len(ids)) as batch:
+        model.forward(engine.cfg, engine.weights, batch, engine.kv, watched)
     return watched.calls
 
 
@@ -687,8 +689,6 @@ def replay(path, model_path, key_path=None, backend="auto"):
         options = {name: fields.pop(name) for name in ("max_tokens", "ignore_eos", "choice")}
         fields["logit_bias"] = {int(id_): bias for id_, bias in fields["logit_bias"].items()}
         sampling = Sampling(**fields)
-        if not 0 <= options["choice"] < 2**32:
-            raise ValueError
     except (KeyError, TypeError, ValueError, AttributeError):
         raise RequestError("the receipt does not say how its tokens were sampled") from None
     model_hash = receipts.hash_model(gguf_file.GGUF(model_path).paths)

@@ -352,7 +352,7 @@ def test_replay_refuses_and_warns(sampled, tmp_path, capsys):
             (with_receipt(sampling={**receipt["sampling"], "temperature": "hot"}), "temperature"),
             (with_receipt(sampling={"seed": 1}), "how its tokens were sampled"),
             (with_receipt(sampling={**receipt["sampling"], "max_tokens": 0}), "max_tokens"),
-            (with_receipt(sampling={**receipt["sampling"], "choice": -1}), "how its tokens")]:
+            (with_receipt(sampling={**receipt["sampling"], "choice": -1}), "choice must be")]:
         with pytest.raises(RequestError, match=reason):
             replay(record, tmp_path)
     key = tmp_path / "key"

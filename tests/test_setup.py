@@ -40,7 +40,7 @@ def copy_flat_files(folder):
     """What a vendored copy or an archive holds, without the built kernels."""
     folder.mkdir(parents=True, exist_ok=True)
     for path in ROOT.iterdir():
-        if path.is_file() and path.name not in (".gitignore", "kernels.cubin"):
+        if path.is_file() and path.name not in (".git", ".gitignore", "kernels.cubin"):
             shutil.copy2(path, folder)
     return folder
 

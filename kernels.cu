@@ -1223,15 +1223,15 @@ KERNEL copy_page(char* pages, int n_pages, int page_bytes, int source, int targe
 //   m_i = max(m_i-1, scores of page i * scale), p = f16(2^(score * scale - m_i)), masked: 0
 //   o   = o * 2^(m_i-1 - m_i) + P V, keys ascending 16 at a time;  l is one more column, V = 1
 // The four warps of a block take a page each for the scores, 32 or 64 columns each for the values;
-// the eight of latent attention half a page each.
-// Fragments come straight from global memory in 8- and 16-byte pieces: which keys and columns sit
-// in which slot of an mma is free as long as both operands agree, so nothing has to be transposed.
+// eight warps take half a page each. Which keys and columns sit in which slot of an mma is free as
+// long as both operands agree, so nothing has to be transposed: a lane reads 4 to 16 bytes of K or
+// V at a time, from a page or from the copy that its warp made of a part of it.
 
 constexpr int SEGMENT_PAGES = 4;
 constexpr int ATTENTION_WARPS = SEGMENT_PAGES;
 constexpr unsigned HALF_ONES = 0x3c003c00u;
-// Rounds of a ring: where blocks share a multiprocessor, and where one has it for itself.
-constexpr int RING = 2, NO_END = 0x7fffffff;
+constexpr int RING = 2;  // rounds of K or V on their way to a warp
+constexpr int NO_END = 0x7fffffff;
 
 // 2^x to 22 bits, 0 for -inf. One instruction everywhere: it must give the same bits everywhere.
 DEVICE float exp2_fast(float x) {
@@ -1311,16 +1311,38 @@ struct TokenRows {
     }
 };
 
-// N (4 or 8) neighbouring values of one token.
+// Where a thread starts to read in the K or V block of a page: at value d of a token.
+struct KvPlace {
+    const char* values;
+    const __half* scales;
+};
+
+template <bool Q8, int HD>
+DEVICE KvPlace kv_place(const char* block, int token, int d) {
+    const int at = token * HD + d;
+    return {block + at * (Q8 ? 1 : 2),
+            reinterpret_cast<const __half*>(block + PAGE * HD) + at / Q8_BLOCK};
+}
+
+// N (4 or 8) neighbouring values of one token as they lie in a page, expanded to f16 when needed,
+// so that waiting for memory overlaps with other work.
 template <bool Q8, int N>
 struct Values {
     static constexpr int WORDS = Q8 ? N / 4 : N / 2;
     struct alignas(4 * WORDS) Words { unsigned word[WORDS]; };
     Words raw;
+    __half scale;
 
-    DEVICE void load(const uint8_t* from) { raw = *reinterpret_cast<const Words*>(from); }
+    DEVICE void load(const void* values, const __half* its_scale) {
+        raw = *reinterpret_cast<const Words*>(values);
+        if constexpr (Q8) scale = *its_scale;
+    }
+    // `offset` in values is a multiple of Q8_BLOCK and known when compiled.
+    DEVICE void load(const KvPlace& place, int offset) {
+        load(place.values + offset * (Q8 ? 1 : 2), place.scales + offset / Q8_BLOCK);
+    }
 
-    DEVICE void expand(unsigned (&half2s)[N / 2], __half scale) const {
+    DEVICE void expand(unsigned (&half2s)[N / 2]) const {
         if constexpr (!Q8) {
             for (int i = 0; i < WORDS; i++) half2s[i] = raw.word[i];
         } else {
@@ -1355,13 +1377,25 @@ struct Attention {
     Int span_rows;  // of a block of attention_prompt
 };
 
+// Where a block's struct T lies: at the start of what a launch asks for, or in memory of its own.
+template <class T, bool DYNAMIC>
+DEVICE T& shared_memory() {
+    if constexpr (DYNAMIC) {
+        extern __shared__ __align__(128) uint8_t shared[];
+        return *reinterpret_cast<T*>(shared);
+    } else {
+        __shared__ T fixed;
+        return fixed;
+    }
+}
+
 // out = softmax(q K^T * scale) V, rows of all tiles: q f16 [rows, H KW] -> f16 [rows, stride]. A
 // head has KW values of K and VW of V. VW < KW: latent attention; V is the beginning of K, H_kv is
 // one, and out is [rows H, stride].
-// PRECOND: grid (tiles, H_kv * shares, splits), 128 threads; tiles int32 (first row, rows, slot,
-// position); rows of a tile * H / H_kv <= 16 TILES; scale = attn_scale * log2(e). Latent: grid
-// (tiles, ceil(H / 16) * shares, splits), 256 threads, and a tile has one row where H > 16.
-// Shared memory: struct Shared, then RING rounds of ROUND_BYTES a warp.
+// PRECOND: grid (tiles, H_kv * shares, splits), 32 WARPS threads; tiles int32 (first row, rows,
+// slot, position); rows of a tile * H / H_kv <= 16 TILES; scale = attn_scale * log2(e). Latent:
+// grid (tiles, ceil(H / 16) * shares, splits), and a tile has one row where H > 16. Shared memory
+// where STAGED: struct Shared, then RING rounds of ROUND_BYTES a warp.
 // Block z holds segments z, z + splits, ... With one split it folds them; with more it stores each
 // in part_values f32 [rows, H, max_segments, VW] and part_states (m, l) for attention_merge.
 // Reads K and V of a tile's context once (latent: V a second time, from the cache); thread (g, t)
@@ -1371,36 +1405,57 @@ DEVICE void attention_tile(const Attention& work) {
     constexpr bool LATENT = VW < KW;
     constexpr int PAGE_WARPS = WARPS / SEGMENT_PAGES;    // that share the scores of a page
     constexpr int KEYS = PAGE / PAGE_WARPS;              // whose scores a warp computes
-    constexpr bool FEW = !LATENT && WARPS > ATTENTION_WARPS;
+    constexpr bool FEW = !LATENT && WARPS > SEGMENT_PAGES;  // blocks
     constexpr int COLUMNS = VW <= 32 * WARPS ? 32 : 64;  // of the values, per warp
     constexpr int NEIGHBOURS = COLUMNS / 8;              // columns whose V a thread loads
     constexpr int STEPS = PAGE / 16;                     // mma steps over the keys of a page
     // Pieces of 32 values of K and q. Half of the last may be missing: q has zeros there, and what
     // is read of K is the next key or, behind the last one, V; all of that is finite.
     constexpr int PIECES = (KW + 31) / 32;
+    // K and V of single tiles come through a ring in shared memory. Wide and latent ones, which
+    // compute more for each byte, load into registers: with the ring prompts of q8 take 1.4 times
+    // as long, latent attention 1.2 times (H200).
+    constexpr bool STAGED = !LATENT && TILES == 1;
     // A round has K of 32 keys, LINE pieces of each: whole 128-byte lines where heads have them
     // (H200, 64 rows x 1024 tokens: 3.6 TB/s, and 2.7 by half lines); or V of ROUND_STEPS steps.
-    // Wide tiles have little shared memory to spare: f16 has half rounds there.
-    constexpr int PARTS = Q8 ? 1 : TILES, ROUND_BYTES = TILES > 1 ? 2560 : 4096, SCALES_AT = 2048;
-    constexpr int LINE = KW % 64 == 0 && PARTS == 1 ? 2 : 1, LINES = PIECES / LINE;
-    constexpr int ROUND_STEPS = 16 / NEIGHBOURS / PARTS, PAGE_ROUNDS = STEPS / ROUND_STEPS;
+    constexpr int ROUND_BYTES = 4096, SCALES_AT = ROUND_BYTES / 2;  // q8: scales behind values
+    constexpr int LINE = KW % 64 == 0 && TILES == 1 ? 2 : 1, LINES = PIECES / LINE;
+    constexpr int ROUND_STEPS = 16 / NEIGHBOURS, PAGE_ROUNDS = STEPS / ROUND_STEPS;
+    constexpr int AHEAD = TILES > 1 ? 1 : 2;  // steps whose V is on its way to registers
     constexpr int KEY_ROUNDS = KEYS / 32 * LINES;  // of a segment
     constexpr int ROWS = 16 * TILES;
     constexpr int SIZE = Q8 ? 1 : 2, SCALES = KW / Q8_BLOCK;  // of a token
+    using Key = Values<Q8, 8>;
+    using Value = Values<Q8, NEIGHBOURS>;
     using KeyRows = TokenRows<32 * LINE * SIZE, true>;
     using ValueRows = TokenRows<COLUMNS * SIZE, false>;
+    // Each thread's folded segments are touched once in 256 keys: they lie in shared memory where
+    // there is room, otherwise in registers.
+    constexpr bool ROOM = !STAGED && VW <= 256;
+    constexpr int HOLDERS = ROOM ? 32 * WARPS : 1;
     struct Shared {
         uint4 queries[TILES][2 * PIECES][32];             // A fragments, one uint4 a lane
         uint4 weights[TILES][SEGMENT_PAGES * STEPS][32];  // P, likewise
         float warp_largest[2][WARPS][ROWS];               // two: the next segment may be ahead
         int place[ROWS], visible[ROWS];  // of each row: (row, head) of q, last position it sees
+        float4 totals[ROOM ? TILES * NEIGHBOURS : 1][HOLDERS];
+        Softmax softmaxes[ROOM ? 2 * TILES : 2][HOLDERS];
     };
-    extern __shared__ __align__(128) uint8_t shared[];
-    auto& [queries, weights, warp_largest, place, visible] = *reinterpret_cast<Shared*>(shared);
-    uint8_t* ring = shared + sizeof(Shared);
-    float4 total[TILES][NEIGHBOURS] = {};  // the folded segments
-    Softmax softmax[2 * TILES];
-    for (int i = 0; i < 2 * TILES; i++) softmax[i] = {-INFINITY, 0.0f};
+    Shared& shared = shared_memory<Shared, STAGED>();
+    auto& [queries, weights, warp_largest, place, visible, totals, softmaxes] = shared;
+    uint8_t* ring = reinterpret_cast<uint8_t*>(&shared + 1);
+    float4 own_total[TILES * NEIGHBOURS];
+    Softmax own_softmax[2 * TILES];
+    const auto total = [&](int r, int n) -> float4& {
+        const int i = r * NEIGHBOURS + n;
+        return ROOM ? totals[i][threadIdx.x] : own_total[i];
+    };
+    const auto softmax = [&](int i) -> Softmax& {
+        return ROOM ? softmaxes[i][threadIdx.x] : own_softmax[i];
+    };
+    for (int n = 0; n < TILES * NEIGHBOURS; n++)
+        total(n / NEIGHBOURS, n % NEIGHBOURS) = make_float4(0, 0, 0, 0);
+    for (int i = 0; i < 2 * TILES; i++) softmax(i) = {-INFINITY, 0.0f};
 
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
     // A block has `group` query heads of each token: of one KV head, or, latent, up to ROWS of all.
@@ -1424,6 +1479,11 @@ DEVICE void attention_tile(const Attention& work) {
                                                kv_head, BLOCK_BYTES, LATENT);
     const int* table = work.page_table + int64_t(max(slot, 0)) * work.max_pages;
 
+    const auto keys_of = [=](int page) {
+        return layer + int64_t(table[page]) * work.n_kv_heads * HEAD_BYTES;
+    };
+    const auto values_of = [=](int page) { return keys_of(page) + (LATENT ? 0 : BLOCK_BYTES); };
+
     if (threadIdx.x < ROWS) {
         const int token = threadIdx.x / group;
         const int head = block_y * (LATENT ? ROWS : group) + threadIdx.x % group;
@@ -1434,14 +1494,17 @@ DEVICE void attention_tile(const Attention& work) {
     const bool has_columns = warp < COLUMN_WARPS && warp * shares / COLUMN_WARPS == share;
     // Some columns of the last warp may not be there: they repeat others, and are not stored.
     constexpr bool WHOLE = VW % COLUMNS == 0;
+    int column = warp * COLUMNS + NEIGHBOURS * g;  // first one whose V this thread takes
+    if (!WHOLE) column = min(column, VW - NEIGHBOURS);
     const int ending = WHOLE ? COLUMNS * SIZE : min(COLUMNS, VW - warp * COLUMNS) * SIZE - 16;
     const bool has_sums = has_columns && (WHOLE || warp * COLUMNS + 2 * NEIGHBOURS * t < VW);
     const int page_of_warp = warp / PAGE_WARPS, first_key = warp % PAGE_WARPS * KEYS;
     const int own_key = 4 * (g / 2) + g % 2;  // slot g of a product, see `score`
 
-    // The rounds of a warp, fetched `depth` ahead of their use: in each segment of the block those
-    // of its page of K, then those of its columns of V. Lane i has the number of page i.
-    int far_segment = blockIdx.z, far_round, far_end, far_pages, far_slot = 0, slot_now = 0;
+    // The rounds of a warp, fetched RING ahead of their use: in each segment of the block those of
+    // its keys, then those of its columns of V. Lane i has the number of page i.
+    int far_segment = blockIdx.z, far_round = 0, far_end = 0, far_pages = 0;
+    int far_slot = 0, slot_now = 0;
     const auto enter_far_segment = [&] {
         const int first = far_segment * SEGMENT_PAGES;
         const int here = min(SEGMENT_PAGES, tile_pages - first);
@@ -1490,17 +1553,16 @@ DEVICE void attention_tile(const Attention& work) {
         return slot;
     };
     const auto scale_in = [&](const uint8_t* slot, int token, int d) {
-        const auto scales = reinterpret_cast<const __half*>(slot + SCALES_AT);
-        return scales[token * SCALES + d / Q8_BLOCK];
+        return reinterpret_cast<const __half*>(slot + SCALES_AT) + token * SCALES + d / Q8_BLOCK;
     };
     // Where in a round this thread finds its values of K's pieces and of V.
     int key_at[LINE], value_at = NEIGHBOURS * g * SIZE;
     for (int i = 0; i < LINE; i++)
         key_at[i] = KeyRows::at(own_key, (32 * i + 8 * t) * SIZE / 16) + 8 * t * SIZE % 16;
     value_at = ValueRows::at(4 * t, value_at / 16) + value_at % 16;
-    // K and V of steps before are there: rope_angles lets what follows start when they are.
-    enter_far_segment();
-    // What of it must wait comes as far as the L2 cache.
+    // K and V of steps before are there: rope_angles lets what follows start when they are. What
+    // has no room in the ring, or gets this step's token, comes as far as the L2 cache.
+    if (STAGED) enter_far_segment();
     if (FEW && far_round < far_end) {
         const int pages = min(SEGMENT_PAGES, tile_pages - SEGMENT_PAGES * int(blockIdx.z));
         for (int i = lane; has_columns && i < pages * PAGE; i += 32) {
@@ -1518,7 +1580,7 @@ DEVICE void attention_tile(const Attention& work) {
     int ahead = 0;
 #pragma unroll 1
     for (int end = continues ? 0 : first_position;; end = NO_END) {
-        while (ahead < RING && fetch_round(end)) ahead++;
+        while (STAGED && ahead < RING && fetch_round(end)) ahead++;
         if (end == NO_END) break;
         __syncthreads();
         wait_for_predecessor();
@@ -1551,44 +1613,64 @@ DEVICE void attention_tile(const Attention& work) {
         float score[TILES][KEYS / 8][4] = {};
         float largest[2 * TILES];  // of rows g + 8 i
         for (int i = 0; i < 2 * TILES; i++) largest[i] = -INFINITY;
-        if (page_of_warp < here) {
+        const auto add_scores = [&](int n, int piece, const Key& key) {
+            unsigned b[4];
+            key.expand(b);
+            for (int r = 0; r < TILES; r++) {
+                mma_fragment(score[r][n], queries[r][2 * piece][lane], b[0], b[1]);
+                mma_fragment(score[r][n], queries[r][2 * piece + 1][lane], b[2], b[3]);
+            }
+        };
+        const auto token_of = [](int n) { return 16 * (n / 2) + 2 * (n % 2); };
+        if (STAGED && page_of_warp < here) {
+            Key key[STEPS][LINE];
 #pragma unroll 1
             for (int half = 0; half < KEYS / 32; half++) {
 #pragma unroll 1
                 for (int i = 0; i < PIECES; i += LINE) {
                     const uint8_t* slot = take_round();
-                    Values<Q8, 8> key[STEPS][LINE];
-                    __half scale[STEPS][LINE];
                     for (int n = 0; n < STEPS; n++)
-                        for (int piece = 0; piece < LINE; piece++) {
-                            const int token = 16 * (n / 2) + 2 * (n % 2);
-                            key[n][piece].load(slot + key_at[piece] + KeyRows::at(token, 0));
-                            if (Q8)
-                                scale[n][piece] = scale_in(slot, own_key + token, 32 * (i + piece));
-                        }
+                        for (int piece = 0; piece < LINE; piece++)
+                            key[n][piece].load(
+                                slot + key_at[piece] + KeyRows::at(token_of(n), 0),
+                                scale_in(slot, own_key + token_of(n), 32 * (i + piece)));
                     __syncwarp();
                     fetch_round(NO_END);
                     for (int n = 0; n < STEPS; n++)
-                        for (int piece = 0; piece < LINE; piece++) {
-                            unsigned b[4];
-                            key[n][piece].expand(b, scale[n][piece]);
-                            for (int r = 0; r < TILES; r++) {
-                                float(&sum)[4] = score[r][n];
-                                const uint4(&a)[2 * PIECES][32] = queries[r];
-                                mma_fragment(sum, a[2 * (i + piece)][lane], b[0], b[1]);
-                                mma_fragment(sum, a[2 * (i + piece) + 1][lane], b[2], b[3]);
-                            }
-                        }
+                        for (int piece = 0; piece < LINE; piece++)
+                            add_scores(n, i + piece, key[n][piece]);
                 }
                 // The halves change places: after two they are in order.
-                for (int i = 0; i < TILES * STEPS * 4 && KEYS > 32; i++) {
-                    float(&now)[4] = score[i / (4 * STEPS)][i / 4 % STEPS];
-                    float(&other)[4] = score[i / (4 * STEPS)][(STEPS + i / 4 % STEPS) % (KEYS / 8)];
-                    const float x = now[i % 4];
-                    now[i % 4] = other[i % 4];
-                    other[i % 4] = x;
+                for (int i = 0; i < STEPS * 4 && KEYS > 32; i++) {
+                    float &now = score[0][i / 4][i % 4], x = now;
+                    float& other = score[0][(STEPS + i / 4) % (KEYS / 8)][i % 4];
+                    now = other, other = x;
                 }
             }
+        }
+        if (!STAGED && page_of_warp < here) {
+            Key key[STEPS][LINE];
+            KvPlace from = kv_place<Q8, KW>(keys_of(first_page + page_of_warp),
+                                            first_key + own_key, 8 * t);
+            auto fetch_key = [&](int n, int piece, const KvPlace& from) {
+                key[n][piece].load(from, token_of(n) * KW + 32 * piece);
+            };
+            for (int n = 0; n < STEPS; n++)
+                for (int piece = 0; piece < LINE; piece++) fetch_key(n, piece, from);
+            for (int half = 0; half < KEYS / 32; half++)
+#pragma unroll 1
+                for (int i = 0; i < PIECES; i += LINE) {
+                    const int ahead = i + LINE < PIECES ? 32 * LINE : 32 * KW - i * 32;
+                    from = {from.values + ahead * SIZE, from.scales + ahead / 32};
+                    for (int n = 0; n < STEPS; n++)
+                        for (int piece = 0; piece < LINE; piece++) {
+                            add_scores(STEPS * half + n, i + piece, key[n][piece]);
+                            if (half + 1 < KEYS / 32 || i + LINE < PIECES)
+                                fetch_key(n, piece, from);
+                        }
+                }
+        }
+        if (page_of_warp < here) {
             const int position = (first_page + page_of_warp) * PAGE + first_key + 4 * t;
             for (int i = 0; i < 2 * TILES; i++) {
                 const int last = visible[g + 8 * i];
@@ -1606,6 +1688,17 @@ DEVICE void attention_tile(const Attention& work) {
         if (t == 0)
             for (int i = 0; i < 2 * TILES; i++) warp_largest[turn][warp][g + 8 * i] = largest[i];
 
+        // The first values are on their way while the warps exchange maxima and weights.
+        Value value[STAGED ? ROUND_STEPS : AHEAD][4];
+        auto fetch_value = [&](int step, const KvPlace& from) {
+            for (int k = 0; k < 4; k++)
+                value[step % AHEAD][k].load(from, (16 * (step % STEPS) + k) * KW);
+        };
+        KvPlace values = {};
+        if (!STAGED && has_columns) {
+            values = kv_place<Q8, KW>(values_of(first_page), 4 * t, column);
+            for (int step = 0; step < AHEAD; step++) fetch_value(step, values);
+        }
         __syncthreads();
 
         if (page_of_warp < here) {
@@ -1629,8 +1722,24 @@ DEVICE void attention_tile(const Attention& work) {
         // product n is column NEIGHBOURS * g + n of this warp.
         float sum[TILES][4] = {}, o[TILES][NEIGHBOURS][4] = {}, m[2 * TILES];
         for (int i = 0; i < 2 * TILES; i++) m[i] = -INFINITY;
-#pragma unroll 1
-        for (int page = 0; page < here; page++) {
+        const auto add_values = [&](int step, const Value(&value)[4]) {
+            unsigned v[4][NEIGHBOURS / 2];
+            for (int k = 0; k < 4; k++) value[k].expand(v[k]);
+            uint4 p[TILES];
+            for (int r = 0; r < TILES; r++) {
+                p[r] = weights[r][step][lane];
+                mma_fragment(sum[r], p[r], HALF_ONES, HALF_ONES);
+            }
+            for (int n = 0; n < NEIGHBOURS; n++) {
+                const unsigned pick = n % 2 ? 0x7632 : 0x5410;
+                const unsigned b0 = __byte_perm(v[0][n / 2], v[1][n / 2], pick);
+                const unsigned b1 = __byte_perm(v[2][n / 2], v[3][n / 2], pick);
+                for (int r = 0; r < TILES; r++) mma_fragment(o[r][n], p[r], b0, b1);
+            }
+        };
+#pragma unroll (STAGED ? 1 : SEGMENT_PAGES)
+        for (int page = 0; page < SEGMENT_PAGES; page++) {
+            if (page >= here) break;
             for (int i = 0; i < 2 * TILES; i++) {
                 const float before = m[i];
                 for (int w = page * PAGE_WARPS; w < (page + 1) * PAGE_WARPS; w++)
@@ -1642,47 +1751,46 @@ DEVICE void attention_tile(const Attention& work) {
                         o[i / 2][n][e] = __fmul_rn(o[i / 2][n][e], factor);
                 }
             }
-            const int steps = (last_position - (first_page + page) * PAGE) / 16 + 1;
+            if constexpr (STAGED) {
+                const int steps = (last_position - (first_page + page) * PAGE) / 16 + 1;
 #pragma unroll 1
-            for (int round = 0; round < PAGE_ROUNDS; round++) {
-                const uint8_t* slot = take_round();
-                Values<Q8, NEIGHBOURS> value[ROUND_STEPS][4];
-                __half scale[ROUND_STEPS][4];
-                for (int i = 0; i < 4 * ROUND_STEPS; i++) {
-                    const int token = 16 * (i / 4) + i % 4;
-                    value[i / 4][i % 4].load(slot + value_at + ValueRows::at(token, 0));
-                    if (Q8)
-                        scale[i / 4][i % 4] = scale_in(slot, token + 4 * t,
-                                                       warp * COLUMNS + NEIGHBOURS * g);
-                }
-                __syncwarp();
-                fetch_round(NO_END);
-                uint4 p[ROUND_STEPS][TILES];
-                for (int i = 0; i < ROUND_STEPS * TILES; i++)
-                    p[i / TILES][i % TILES] =
-                        weights[i % TILES][page * STEPS + round * ROUND_STEPS + i / TILES][lane];
-                for (int i = 0; i < ROUND_STEPS; i++) {
-                    if (round * ROUND_STEPS + i >= steps) break;  // not seen, so not fetched
-                    unsigned v[4][NEIGHBOURS / 2];
-                    for (int k = 0; k < 4; k++) value[i][k].expand(v[k], scale[i][k]);
-                    for (int r = 0; r < TILES; r++)
-                        mma_fragment(sum[r], p[i][r], HALF_ONES, HALF_ONES);
-                    for (int n = 0; n < NEIGHBOURS; n++) {
-                        const unsigned pick = n % 2 ? 0x7632 : 0x5410;
-                        const unsigned b0 = __byte_perm(v[0][n / 2], v[1][n / 2], pick);
-                        const unsigned b1 = __byte_perm(v[2][n / 2], v[3][n / 2], pick);
-                        for (int r = 0; r < TILES; r++) mma_fragment(o[r][n], p[i][r], b0, b1);
+                for (int round = 0; round < PAGE_ROUNDS; round++) {
+                    const uint8_t* slot = take_round();
+                    for (int i = 0; i < 4 * ROUND_STEPS; i++) {
+                        const int token = 16 * (i / 4) + i % 4;
+                        value[i / 4][i % 4].load(slot + value_at + ValueRows::at(token, 0),
+                                                 scale_in(slot, token + 4 * t, column));
+                    }
+                    __syncwarp();
+                    fetch_round(NO_END);
+                    for (int i = 0; i < ROUND_STEPS; i++) {
+                        const int step = round * ROUND_STEPS + i;
+                        if (step >= steps) break;  // not seen, so not fetched
+                        add_values(page * STEPS + step, value[i]);
                     }
                 }
+            } else {
+                const bool more = page + 1 < here;
+                const KvPlace next =
+                    kv_place<Q8, KW>(values_of(first_page + page + more), 4 * t, column);
+#pragma unroll
+                for (int step = 0; step < STEPS; step++) {
+                    add_values(page * STEPS + step, value[step % AHEAD]);
+                    if (step + AHEAD < STEPS)
+                        fetch_value(step + AHEAD, values);
+                    else if (more)
+                        fetch_value(step + AHEAD, next);
+                }
+                values = next;
             }
         }
 
         // Thread (g, t) now holds columns 2 NEIGHBOURS t .. of its warp, rows g + 8 i.
         if (gridDim.z == 1) {
             for (int r = 0; r < TILES; r++) {
-                const float2 up = softmax[2 * r].fold(m[2 * r], sum[r][0]);
-                const float2 down = softmax[2 * r + 1].fold(m[2 * r + 1], sum[r][2]);
-                for (int n = 0; n < NEIGHBOURS; n++) fold_rows(total[r][n], o[r][n], up, down);
+                const float2 up = softmax(2 * r).fold(m[2 * r], sum[r][0]);
+                const float2 down = softmax(2 * r + 1).fold(m[2 * r + 1], sum[r][2]);
+                for (int n = 0; n < NEIGHBOURS; n++) fold_rows(total(r, n), o[r][n], up, down);
             }
             continue;
         }
@@ -1704,13 +1812,13 @@ DEVICE void attention_tile(const Attention& work) {
     for (int i = 0; i < 2 * TILES; i++) {
         const int row_and_head = place[g + 8 * i];
         if (row_and_head < 0) continue;
-        const float inverse = inverse_sum(softmax[i].l);
+        const float inverse = inverse_sum(softmax(i).l);
         const int row_heads = LATENT ? 1 : n_heads;  // of a row of out
         const int row = row_and_head / row_heads;
         const int at = row_and_head % row_heads * VW + warp * COLUMNS + 2 * NEIGHBOURS * t;
         unsigned x[NEIGHBOURS];  // pairs of columns
         for (int n = 0; n < NEIGHBOURS; n += 2) {
-            const float4 a = total[i / 2][n], b = total[i / 2][n + 1];
+            const float4 a = total(i / 2, n), b = total(i / 2, n + 1);
             x[n / 2] = half2_bits(normalised(i % 2 ? a.z : a.x, inverse),
                                   normalised(i % 2 ? b.z : b.x, inverse));
             x[(NEIGHBOURS + n) / 2] = half2_bits(normalised(i % 2 ? a.w : a.y, inverse),
@@ -1738,8 +1846,8 @@ ATTENTION(192, 192, 192, 1, 4, 3)
 ATTENTION(256, 256, 256, 1, 4, 3)
 // Twice the rows for one reading of K and V: for tiles of a prompt.
 ATTENTION(64_wide, 64, 64, 2, 4, 2)
-ATTENTION(96_wide, 96, 96, 2, 4, 2)
-ATTENTION(128_wide, 128, 128, 2, 4, 2)
+ATTENTION(96_wide, 96, 96, 2, 4, 3)
+ATTENTION(128_wide, 128, 128, 2, 4, 4)
 // More warps, where each block has a multiprocessor for itself.
 ATTENTION(64_few, 64, 64, 1, 8, 1)
 ATTENTION(96_few, 96, 96, 1, 8, 1)

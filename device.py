@@ -173,7 +173,7 @@ Q8_BLOCK = 32  # values along head_dim that share an f16 scale
 ATTENTION_BLOCKS = {(64, 64): 4, (80, 80): 4, (96, 96): 4, (128, 128): 4, (192, 192): 3,
                     (256, 256): 3, (320, 256): 2, (576, 512): 1}
 ATTENTION_ROWS = 16  # (token, query head) pairs of one attention tile; twice that in a wide one
-ATTENTION_THREADS, LATENT_THREADS = 128, 256  # of a block
+FOUR_WARPS, EIGHT_WARPS = 128, 256  # threads of a block of attention
 WIDEST_HEAD = 128  # for which there are wide tiles
 PROMPT_HEADS = 64, 96, 128, 256  # for which attention_prompt has kernels, with f16
 SEGMENT = 256  # positions under one running softmax
@@ -982,8 +982,14 @@ class Device:
                          max_pages, segments, heads, cfg.n_kv_heads, out.shape[1], scale,
                          span_rows), smem)
 
-        launch(wide, (single, blocks * shares, splits),
-               LATENT_THREADS if cfg.latent else ATTENTION_THREADS, batch.tiles)
+        # These start early whatever the number of rows: rope_kv before them leaves room.
+        before, self.launch_early = self.launch_early, self.arch >= 90
+        staged = not wide and not cfg.latent
+        few = staged and busy * shares * splits <= self.multiprocessors
+        threads = EIGHT_WARPS if cfg.latent or few else FOUR_WARPS
+        # Where staged: struct Shared of attention_tile, and two rounds of 4 KB a warp.
+        launch("_few" if few else wide, (single, blocks * shares, splits), threads, batch.tiles,
+               smem=staged * (1024 * -(-dim // 32) + 260 * threads + 8352))
         if splits > 1:
             # Few rows with many segments: their parts go to many multiprocessors.
             threads = 32 if rows * heads < self.multiprocessors else padded(width, 32)
@@ -994,8 +1000,9 @@ class Device:
             span_rows = 4 * ATTENTION_ROWS // (heads // cfg.n_kv_heads)
             keys = 64 if dim <= WIDEST_HEAD else 32
             grid = -(-self.longest_span // span_rows), blocks, batch.spans.shape[0] - single
-            launch("_prompt", grid, ATTENTION_THREADS, batch.spans.at(24 * single), span_rows,
+            launch("_prompt", grid, FOUR_WARPS, batch.spans.at(24 * single), span_rows,
                    4 * dim * (64 + keys))
+        self.launch_early = before
         return Activations(out, None, x_rows, cols)
 
     def attention_splits(self, cfg, blocks, segments, segment_bytes):

@@ -34,7 +34,7 @@ DEVICE void wait_for_predecessor() {
 #endif
 }
 // Weights that are read after the wait, on their way to the L2 cache.
-DEVICE void prefetch(const float* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+DEVICE void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 DEVICE void follow_predecessor() {
     let_successor_start();
     wait_for_predecessor();
@@ -1045,7 +1045,8 @@ KERNEL rmsnorm(const float* h, const float* w, const int* rows, uint4* x, float*
 // One thread holds one pair; the angle is f64, since f32 loses 1e-3 rad at position 16384.
 KERNEL rope_angles(const int* positions, const int* rope_sets, const double* frequencies,
                    float* angles, int rows, int pairs, float magnitude) {
-    follow_predecessor();
+    wait_for_predecessor();
+    let_successor_start();  // when K and V of steps before are there: see attention_tile
     const int i = blockIdx.x * blockDim.x + threadIdx.x, row = i / pairs, pair = i % pairs;
     if (row >= rows) return;
     constexpr double INVERSE_PI = 0.31830988618379067154;
@@ -1110,21 +1111,72 @@ DEVICE void store_value(const HeadPlace& to, int head_dim, int d, float x) {
         reinterpret_cast<__half*>(to.block + PAGE * head_dim)[at / Q8_BLOCK] = scale;
 }
 
-// How value d of a head turns in `row`: by its pair's angle, with the pair's other value.
+// How value d of a head turns: by its pair's angle, with the pair's other value.
 struct Turn {
-    float cosine, sine;
-    int other;
+    int pair, other;
 };
-DEVICE Turn turn_of(int d, int row, const Heads& work) {
+DEVICE Turn turn_of(int d, const Heads& work) {
     const int pairs = work.rope_dim / 2, distance = work.neox ? pairs : 1;
     const bool first = work.neox ? d < pairs : d % 2 == 0;
-    const int pair = !work.neox ? d / 2 : first ? d : d - pairs;
-    const float* angles = work.angles + int64_t(row) * work.rope_dim + pair;
-    return {angles[0], angles[pairs], first ? d + distance : d - distance};
+    return {!work.neox ? d / 2 : first ? d : d - pairs, first ? d + distance : d - distance};
 }
-DEVICE float rotated(const float* x, int d, Turn turn) {
-    const float turned = x[turn.other] * turn.sine;
-    return x[d] * turn.cosine + (turn.other > d ? -turned : turned);
+DEVICE float rotated(const float* x, int d, int other, float cosine, float sine) {
+    const float turned = x[other] * sine;
+    return x[d] * cosine + (other > d ? -turned : turned);
+}
+
+// rope_kv for heads of up to BLOCKS times 32 values.
+template <int BLOCKS>
+DEVICE void rope_heads(const float* qkv, const float* q_norm, const float* k_norm, int gated,
+                       const Heads& work) {
+    __shared__ float heads[4][Q8_BLOCK * BLOCKS];
+    const int row = blockIdx.x, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    const int n_heads = work.n_heads, n_kv_heads = work.n_kv_heads, head_dim = work.head_dim;
+    const int head = blockIdx.y * 4 + warp;  // q heads, then k heads, then v heads
+    if (head >= n_heads + 2 * n_kv_heads) return;
+    const bool is_q = head < n_heads, is_v = head >= n_heads + n_kv_heads;
+    const HeadPlace place = place_of(work, row, head, false);
+    const float* norm = is_v ? nullptr : is_q ? q_norm : k_norm;
+    const int gates = gated * n_heads, pieces = n_heads + gates + 2 * n_kv_heads;
+    qkv += (int64_t(row) * pieces + head + min(head * gated, gates)) * head_dim;
+    // All that is read is on its way at once: a chain of loads takes longer than moving the bytes.
+    float x[BLOCKS] = {}, gain[BLOCKS], cosine[BLOCKS], sine[BLOCKS], sum = 0.0f;
+    Turn turn[BLOCKS];
+    for (int i = 0; i < BLOCKS; i++) {
+        const int d = 32 * i + lane;
+        gain[i] = norm && d < head_dim ? norm[d] : 1.0f;
+        turn[i] = turn_of(d, work);
+        asm volatile("" : "+r"(turn[i].pair), "+r"(turn[i].other));  // now, not after the wait
+    }
+    const int turning = is_v ? 0 : work.rope_dim;
+    const float *cosines = work.angles + int64_t(row) * work.rope_dim,
+                *sines = cosines + work.rope_dim / 2;
+    asm volatile("" : "+l"(qkv), "+l"(cosines), "+l"(sines));
+    wait_for_predecessor();
+    for (int i = 0; i < BLOCKS; i++) {
+        const int d = 32 * i + lane;
+        if (d < head_dim) x[i] = qkv[d];
+        if (d < turning) cosine[i] = cosines[turn[i].pair], sine[i] = sines[turn[i].pair];
+    }
+    for (int i = 0; i < BLOCKS; i++) sum += x[i] * x[i];
+    const float inverse = norm ? rsqrtf(warp_sum(sum) / head_dim + work.eps) : 1.0f;
+    for (int i = 0; i < BLOCKS; i++) {
+        x[i] = x[i] * inverse * gain[i];
+        heads[warp][32 * i + lane] = x[i];
+    }
+    __syncwarp();
+    for (int i = 0; i < BLOCKS; i++) {
+        const int d = 32 * i + lane;
+        if (d < turning) x[i] = rotated(heads[warp], d, turn[i].other, cosine[i], sine[i]);
+    }
+#pragma unroll
+    for (int i = 0; i < BLOCKS && place.format == KV_F16; i++)
+        if (32 * i + lane < head_dim) store_value(place, head_dim, 32 * i + lane, x[i]);
+#pragma unroll
+    for (int i = 0; i < BLOCKS && place.format != KV_F16; i++) {
+        if (32 * i + lane >= head_dim) break;
+        store_value(place, head_dim, 32 * i + lane, x[i]);
+    }
 }
 
 // qkv f32 [rows, (H + 2 H_kv) D] -> q [rows, H D] f16 (f32 if KV is f32), K and V into their pages.
@@ -1136,43 +1188,11 @@ KERNEL __launch_bounds__(128, 8)
 rope_kv(const float* qkv, const float* q_norm, const float* k_norm, int gated,
         const __grid_constant__ Heads work) {
     let_successor_start();
-    __shared__ float heads[4][Q8_BLOCK * MOST_BLOCKS];
-    const int row = blockIdx.x, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-    const int n_heads = work.n_heads, n_kv_heads = work.n_kv_heads, head_dim = work.head_dim;
-    const int head = blockIdx.y * 4 + warp;  // q heads, then k heads, then v heads
-    if (head >= n_heads + 2 * n_kv_heads) return;
-    const bool is_q = head < n_heads, is_v = head >= n_heads + n_kv_heads;
-    const HeadPlace place = place_of(work, row, head, false);
-    const float* norm = is_v ? nullptr : is_q ? q_norm : k_norm;
-    const int gates = gated * n_heads, pieces = n_heads + gates + 2 * n_kv_heads;
-    qkv += (int64_t(row) * pieces + head + min(head * gated, gates)) * head_dim;
-    // All that is read is on its way at once: a chain of loads takes longer than moving the bytes.
-    float x[MOST_BLOCKS] = {}, gain[MOST_BLOCKS], sum = 0.0f;
-    Turn turn[MOST_BLOCKS];
-    for (int i = 0; i < MOST_BLOCKS; i++)
-        gain[i] = norm && 32 * i + lane < head_dim ? norm[32 * i + lane] : 1.0f;
-    wait_for_predecessor();
-    const int turning = is_v ? 0 : work.rope_dim;
-#pragma unroll
-    for (int i = 0; i < MOST_BLOCKS; i++) {
-        const int d = 32 * i + lane;
-        if (d >= head_dim) break;
-        x[i] = qkv[d];
-        if (d < turning) turn[i] = turn_of(d, row, work);
-    }
-    for (int i = 0; i < MOST_BLOCKS; i++) sum += x[i] * x[i];
-    const float inverse = norm ? rsqrtf(warp_sum(sum) / head_dim + work.eps) : 1.0f;
-    for (int i = 0; i < MOST_BLOCKS; i++) {
-        x[i] = x[i] * inverse * gain[i];
-        heads[warp][32 * i + lane] = x[i];
-    }
-    __syncwarp();
-#pragma unroll
-    for (int i = 0; i < MOST_BLOCKS; i++) {
-        const int d = 32 * i + lane;
-        if (d >= head_dim) break;
-        store_value(place, head_dim, d, d < turning ? rotated(heads[warp], d, turn[i]) : x[i]);
-    }
+    // The fewer instructions, the fewer are fetched while all wait for them.
+    if (work.head_dim <= Q8_BLOCK * MOST_BLOCKS / 2)
+        rope_heads<MOST_BLOCKS / 2>(qkv, q_norm, k_norm, gated, work);
+    else
+        rope_heads<MOST_BLOCKS>(qkv, q_norm, k_norm, gated, work);
 }
 
 // Page `target` of every layer becomes a copy of page `source`.
@@ -1199,13 +1219,15 @@ KERNEL copy_page(char* pages, int n_pages, int page_bytes, int source, int targe
 //   m_i = max(m_i-1, scores of page i * scale), p = f16(2^(score * scale - m_i)), masked: 0
 //   o   = o * 2^(m_i-1 - m_i) + P V, keys ascending 16 at a time;  l is one more column, V = 1
 // The four warps of a block take a page each for the scores, 32 or 64 columns each for the values;
-// the eight of latent attention half a page each.
-// Fragments come straight from global memory in 8- and 16-byte pieces: which keys and columns sit
-// in which slot of an mma is free as long as both operands agree, so nothing has to be transposed.
+// eight warps take half a page each. Which keys and columns sit in which slot of an mma is free as
+// long as both operands agree, so nothing has to be transposed: a lane reads 4 to 16 bytes of K or
+// V at a time, from a page or from the copy that its warp made of a part of it.
 
 constexpr int SEGMENT_PAGES = 4;
-constexpr int ATTENTION_WARPS = SEGMENT_PAGES, LATENT_WARPS = 2 * SEGMENT_PAGES;
+constexpr int ATTENTION_WARPS = SEGMENT_PAGES;
 constexpr unsigned HALF_ONES = 0x3c003c00u;
+constexpr int RING = 2;  // rounds of K or V on their way to a warp
+constexpr int NO_END = 0x7fffffff;
 
 // 2^x to 22 bits, 0 for -inf. One instruction everywhere: it must give the same bits everywhere.
 DEVICE float exp2_fast(float x) {
@@ -1260,6 +1282,31 @@ DEVICE uint4 weights_of(const float (&even)[4], const float (&odd)[4], const flo
                       pair(odd[0], odd[1], m[0]), pair(odd[2], odd[3], m[1]));
 }
 
+// Rows of BYTES of K or V, of consecutive tokens, as they lie in shared memory: so that those that
+// lanes read at once, of K for the slots of a product and of V for those of keys, meet all banks.
+template <int BYTES, bool KEY>
+struct TokenRows {
+    static DEVICE int at(int token, int chunk) {  // of 16 bytes
+        const int row = KEY ? (token & ~6) | (token & 2) << 1 | (token & 4) >> 1
+                            : (token & ~15) | (token & 3) << 2 | (token >> 2 & 3);
+        const int swap = BYTES == 128 ? (row & 1) * 4 + (row & 2) : BYTES == 64 ? row & 2 : 0;
+        return row * BYTES + (chunk ^ swap) * 16;
+    }
+    // A warp copies TOKENS of them, a 16th of them at a time and none behind token `last`. Only
+    // copies past the L1 cache may come before wait_for_predecessor: what it holds may be old.
+    template <int TOKENS>
+    static DEVICE void copy(unsigned to, const char* from, int pitch, int last, int end) {
+        constexpr int CHUNKS = BYTES / 16, AT_ONCE = 32 / CHUNKS;
+        const int lane = threadIdx.x & 31, first = at(lane / CHUNKS, lane % CHUNKS);
+        from += lane / CHUNKS * pitch + min(lane % CHUNKS * 16, end);
+        for (int i = 0; i < TOKENS; i += AT_ONCE) {
+            if (i / 16 * 16 > last) break;
+            const int other = at(i, 0);
+            copy_async<16>(to + (first ^ other % BYTES) + other / BYTES * BYTES, from + i * pitch);
+        }
+    }
+};
+
 // Where a thread starts to read in the K or V block of a page: at value d of a token.
 struct KvPlace {
     const char* values;
@@ -1282,10 +1329,13 @@ struct Values {
     Words raw;
     __half scale;
 
+    DEVICE void load(const void* values, const __half* its_scale) {
+        raw = *reinterpret_cast<const Words*>(values);
+        if constexpr (Q8) scale = *its_scale;
+    }
     // `offset` in values is a multiple of Q8_BLOCK and known when compiled.
     DEVICE void load(const KvPlace& place, int offset) {
-        raw = *reinterpret_cast<const Words*>(place.values + offset * (Q8 ? 1 : 2));
-        if constexpr (Q8) scale = place.scales[offset / Q8_BLOCK];
+        load(place.values + offset * (Q8 ? 1 : 2), place.scales + offset / Q8_BLOCK);
     }
 
     DEVICE void expand(unsigned (&half2s)[N / 2]) const {
@@ -1323,48 +1373,85 @@ struct Attention {
     Int span_rows;  // of a block of attention_prompt
 };
 
+// Where a block's struct T lies: at the start of what a launch asks for, or in memory of its own.
+template <class T, bool DYNAMIC>
+DEVICE T& shared_memory() {
+    if constexpr (DYNAMIC) {
+        extern __shared__ __align__(128) uint8_t shared[];
+        return *reinterpret_cast<T*>(shared);
+    } else {
+        __shared__ T fixed;
+        return fixed;
+    }
+}
+
 // out = softmax(q K^T * scale) V, rows of all tiles: q f16 [rows, H KW] -> f16 [rows, stride]. A
 // head has KW values of K and VW of V. VW < KW: latent attention; V is the beginning of K, H_kv is
 // one, and out is [rows H, stride].
-// PRECOND: grid (tiles, H_kv * shares, splits), 128 threads; tiles int32 (first row, rows, slot,
-// position); rows of a tile * H / H_kv <= 16 TILES; scale = attn_scale * log2(e). Latent: grid
-// (tiles, ceil(H / 16) * shares, splits), 256 threads, and a tile has one row where H > 16.
+// PRECOND: grid (tiles, H_kv * shares, splits), 32 WARPS threads; tiles int32 (first row, rows,
+// slot, position); rows of a tile * H / H_kv <= 16 TILES; scale = attn_scale * log2(e). Latent:
+// grid (tiles, ceil(H / 16) * shares, splits), and a tile has one row where H > 16. Shared memory
+// where STAGED: struct Shared, then RING rounds of ROUND_BYTES a warp.
 // Block z holds segments z, z + splits, ... With one split it folds them; with more it stores each
 // in part_values f32 [rows, H, max_segments, VW] and part_states (m, l) for attention_merge.
 // Reads K and V of a tile's context once (latent: V a second time, from the cache); thread (g, t)
 // of a warp holds rows g, g + 8 of a product.
-template <bool Q8, int KW, int VW, int TILES>
+template <bool Q8, int KW, int VW, int TILES, int WARPS>
 DEVICE void attention_tile(const Attention& work) {
     constexpr bool LATENT = VW < KW;
-    constexpr int WARPS = LATENT ? LATENT_WARPS : ATTENTION_WARPS;
     constexpr int PAGE_WARPS = WARPS / SEGMENT_PAGES;    // that share the scores of a page
     constexpr int KEYS = PAGE / PAGE_WARPS;              // whose scores a warp computes
+    constexpr bool FEW = !LATENT && WARPS > SEGMENT_PAGES;  // blocks
     constexpr int COLUMNS = VW <= 32 * WARPS ? 32 : 64;  // of the values, per warp
     constexpr int NEIGHBOURS = COLUMNS / 8;              // columns whose V a thread loads
     constexpr int STEPS = PAGE / 16;                     // mma steps over the keys of a page
     // Pieces of 32 values of K and q. Half of the last may be missing: q has zeros there, and what
     // is read of K is the next key or, behind the last one, V; all of that is finite.
     constexpr int PIECES = (KW + 31) / 32;
-    // Pieces of 32 head dims whose K is on its way, and steps whose V is: as registers permit.
-    constexpr int LINE = KW % 64 == 0 && TILES == 1 ? 2 : 1;
-    constexpr int AHEAD = TILES > 1 ? 1 : KW == 128 ? 4 : 2;
+    // K and V of single tiles come through a ring in shared memory. Wide and latent ones, which
+    // compute more for each byte, load into registers: with the ring prompts of q8 take 1.4 times
+    // as long, latent attention 1.2 times (H200).
+    constexpr bool STAGED = !LATENT && TILES == 1;
+    // A round has K of 32 keys, LINE pieces of each: whole 128-byte lines where heads have them
+    // (H200, 64 rows x 1024 tokens: 3.6 TB/s, and 2.7 by half lines); or V of ROUND_STEPS steps.
+    constexpr int ROUND_BYTES = 4096, SCALES_AT = ROUND_BYTES / 2;  // q8: scales behind values
+    constexpr int LINE = KW % 64 == 0 && TILES == 1 ? 2 : 1, LINES = PIECES / LINE;
+    constexpr int ROUND_STEPS = 16 / NEIGHBOURS, PAGE_ROUNDS = STEPS / ROUND_STEPS;
+    constexpr int AHEAD = TILES > 1 ? 1 : 2;  // steps whose V is on its way to registers
+    constexpr int KEY_ROUNDS = KEYS / 32 * LINES;  // of a segment
     constexpr int ROWS = 16 * TILES;
+    constexpr int SIZE = Q8 ? 1 : 2, SCALES = KW / Q8_BLOCK;  // of a token
     using Key = Values<Q8, 8>;
     using Value = Values<Q8, NEIGHBOURS>;
-    // Of each row: (row, head) of q, last position it sees.
-    __shared__ int place[ROWS], visible[ROWS];
-    __shared__ float warp_largest[2][WARPS][ROWS];    // two: the next segment may be ahead
-    __shared__ uint4 queries[TILES][2 * PIECES][32];  // A fragments, one uint4 a lane
-    __shared__ uint4 weights[TILES][SEGMENT_PAGES * STEPS][32];  // P, likewise
-    // Each thread's folded segments, kept here since they are touched once in 256 keys; where there
-    // is no room, in registers.
-    constexpr bool ROOM = VW <= 256;
-    __shared__ float4 shared_total[TILES][NEIGHBOURS][ROOM ? 32 * WARPS : 1];
-    float4 own_total[TILES][NEIGHBOURS];
-    const auto total = [&](int r, int n) -> float4& {
-        return ROOM ? shared_total[r][n][threadIdx.x] : own_total[r][n];
+    using KeyRows = TokenRows<32 * LINE * SIZE, true>;
+    using ValueRows = TokenRows<COLUMNS * SIZE, false>;
+    // Each thread's folded segments are touched once in 256 keys: they lie in shared memory where
+    // there is room, otherwise in registers.
+    constexpr bool ROOM = !STAGED && VW <= 256;
+    constexpr int HOLDERS = ROOM ? 32 * WARPS : 1;
+    struct Shared {
+        uint4 queries[TILES][2 * PIECES][32];             // A fragments, one uint4 a lane
+        uint4 weights[TILES][SEGMENT_PAGES * STEPS][32];  // P, likewise
+        float warp_largest[2][WARPS][ROWS];               // two: the next segment may be ahead
+        int place[ROWS], visible[ROWS];  // of each row: (row, head) of q, last position it sees
+        float4 totals[ROOM ? TILES * NEIGHBOURS : 1][HOLDERS];
+        Softmax softmaxes[ROOM ? 2 * TILES : 2][HOLDERS];
     };
-    __shared__ Softmax softmax[2 * TILES][32 * WARPS];
+    Shared& shared = shared_memory<Shared, STAGED>();
+    auto& [queries, weights, warp_largest, place, visible, totals, softmaxes] = shared;
+    uint8_t* ring = reinterpret_cast<uint8_t*>(&shared + 1);
+    float4 own_total[TILES * NEIGHBOURS];
+    Softmax own_softmax[2 * TILES];
+    const auto total = [&](int r, int n) -> float4& {
+        const int i = r * NEIGHBOURS + n;
+        return ROOM ? totals[i][threadIdx.x] : own_total[i];
+    };
+    const auto softmax = [&](int i) -> Softmax& {
+        return ROOM ? softmaxes[i][threadIdx.x] : own_softmax[i];
+    };
+    for (int n = 0; n < TILES * NEIGHBOURS; n++)
+        total(n / NEIGHBOURS, n % NEIGHBOURS) = make_float4(0, 0, 0, 0);
+    for (int i = 0; i < 2 * TILES; i++) softmax(i) = {-INFINITY, 0.0f};
 
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
     // A block has `group` query heads of each token: of one KV head, or, latent, up to ROWS of all.
@@ -1380,12 +1467,16 @@ DEVICE void attention_tile(const Attention& work) {
     const int first_row = tiles[0], n_rows = tiles[1], slot = tiles[2], first_position = tiles[3];
     const int last_position = slot < 0 ? -1 : first_position + n_rows - 1;
     const int tile_pages = last_position / PAGE + (last_position >= 0);
+    // The tile before may hold earlier tokens of this step: then none are known to be older.
+    const bool continues = blockIdx.x + 1 < gridDim.x && tiles[-2] == slot;
     constexpr int BLOCK_BYTES = kv_block_bytes(Q8 ? KV_Q8 : KV_F16, KW);
+    constexpr int HEAD_BYTES = BLOCK_BYTES * (LATENT ? 1 : 2);
     const char* layer = work.pages + kv_offset(work.layer, work.n_pages, 0, work.n_kv_heads,
                                                kv_head, BLOCK_BYTES, LATENT);
     const int* table = work.page_table + int64_t(max(slot, 0)) * work.max_pages;
+
     const auto keys_of = [=](int page) {
-        return layer + int64_t(table[page]) * work.n_kv_heads * (LATENT ? 1 : 2) * BLOCK_BYTES;
+        return layer + int64_t(table[page]) * work.n_kv_heads * HEAD_BYTES;
     };
     const auto values_of = [=](int page) { return keys_of(page) + (LATENT ? 0 : BLOCK_BYTES); };
 
@@ -1395,32 +1486,117 @@ DEVICE void attention_tile(const Attention& work) {
         place[threadIdx.x] = token < n_rows ? (first_row + token) * n_heads + head : -1;
         visible[threadIdx.x] = token < n_rows && slot >= 0 ? first_position + token : -1;
     }
-    __syncthreads();
-    wait_for_predecessor();  // nothing before this is written within a step
-    for (int at = warp; at < TILES * PIECES; at += WARPS) {
-        const int r = at / PIECES, i = at % PIECES;
-        uint4 x[2] = {};
-        for (int j = 0; j < 2; j++) {
-            const int row = 16 * r + g + 8 * j;
-            if (visible[row] >= 0 && (KW % 32 == 0 || 32 * i + 8 * t < KW))
-                x[j] = *reinterpret_cast<const uint4*>(work.q + int64_t(place[row]) * KW + 32 * i +
-                                                       8 * t);
+    constexpr int COLUMN_WARPS = (VW + COLUMNS - 1) / COLUMNS;
+    const bool has_columns = warp < COLUMN_WARPS && warp * shares / COLUMN_WARPS == share;
+    // Some columns of the last warp may not be there: they repeat others, and are not stored.
+    constexpr bool WHOLE = VW % COLUMNS == 0;
+    int column = warp * COLUMNS + NEIGHBOURS * g;  // first one whose V this thread takes
+    if (!WHOLE) column = min(column, VW - NEIGHBOURS);
+    const int ending = WHOLE ? COLUMNS * SIZE : min(COLUMNS, VW - warp * COLUMNS) * SIZE - 16;
+    const bool has_sums = has_columns && (WHOLE || warp * COLUMNS + 2 * NEIGHBOURS * t < VW);
+    const int page_of_warp = warp / PAGE_WARPS, first_key = warp % PAGE_WARPS * KEYS;
+    const int own_key = 4 * (g / 2) + g % 2;  // slot g of a product, see `score`
+
+    // The rounds of a warp, fetched RING ahead of their use: in each segment of the block those of
+    // its keys, then those of its columns of V. Lane i has the number of page i.
+    int far_segment = blockIdx.z, far_round = 0, far_end = 0, far_pages = 0;
+    int far_slot = 0, slot_now = 0;
+    const auto enter_far_segment = [&] {
+        const int first = far_segment * SEGMENT_PAGES;
+        const int here = min(SEGMENT_PAGES, tile_pages - first);
+        far_round = page_of_warp < here ? 0 : KEY_ROUNDS;
+        far_end = KEY_ROUNDS + (has_columns ? here * PAGE_ROUNDS : 0);
+        far_pages = lane < here ? table[first + lane] : 0;
+    };
+    const auto slot_at = [&](int slot) { return ring + (slot * WARPS + warp) * ROUND_BYTES; };
+    // A round with a position from `end` on is not fetched.
+    const auto fetch_round = [&](int end) {
+        if (far_round < far_end) {
+            const bool values = far_round >= KEY_ROUNDS;
+            const int round = far_round - values * KEY_ROUNDS;
+            const int page = values ? round / PAGE_ROUNDS : page_of_warp;
+            const int token = values ? round % PAGE_ROUNDS * ROUND_STEPS * 16
+                                     : first_key + round / LINES * 32;
+            const int d = values ? warp * COLUMNS : round % LINES * LINE * 32;
+            const int tokens = values ? ROUND_STEPS * 16 : 32;
+            const int position = (far_segment * SEGMENT_PAGES + page) * PAGE + token;
+            if (position + tokens > end) return false;
+            const int64_t number = __shfl_sync(ALL_LANES, far_pages, page);
+            const char* block = layer + number * work.n_kv_heads * HEAD_BYTES;
+            if (values && !LATENT) block += BLOCK_BYTES;
+            const char* from = block + (token * KW + d) * SIZE;
+            const unsigned to = __cvta_generic_to_shared(slot_at(far_slot));
+            const int last = last_position - position;
+            if (values)
+                ValueRows::template copy<ROUND_STEPS * 16>(to, from, KW * SIZE, last, ending);
+            else
+                KeyRows::template copy<32>(to, from, KW * SIZE, last, ROUND_BYTES);
+            const char* scales = block + PAGE * KW + token * SCALES * 2;
+            for (int i = 16 * lane; Q8 && i < tokens * SCALES * 2; i += 16 * 32)
+                copy_async<16>(to + SCALES_AT + i, scales + i);
+            if (++far_round == far_end) far_segment += gridDim.z, enter_far_segment();
         }
-        queries[r][2 * i][lane] = make_uint4(x[0].x, x[1].x, x[0].y, x[1].y);
-        queries[r][2 * i + 1][lane] = make_uint4(x[0].z, x[1].z, x[0].w, x[1].w);
+        asm volatile("cp.async.commit_group;" ::: "memory");
+        far_slot = (far_slot + 1) % RING;
+        return true;
+    };
+    // The next round of this warp has come.
+    const auto take_round = [&] {
+        asm volatile("cp.async.wait_group %0;" ::"n"(RING - 1) : "memory");
+        __syncwarp();
+        const uint8_t* slot = slot_at(slot_now);
+        slot_now = (slot_now + 1) % RING;
+        return slot;
+    };
+    const auto scale_in = [&](const uint8_t* slot, int token, int d) {
+        return reinterpret_cast<const __half*>(slot + SCALES_AT) + token * SCALES + d / Q8_BLOCK;
+    };
+    // Where in a round this thread finds its values of K's pieces and of V.
+    int key_at[LINE], value_at = NEIGHBOURS * g * SIZE;
+    for (int i = 0; i < LINE; i++)
+        key_at[i] = KeyRows::at(own_key, (32 * i + 8 * t) * SIZE / 16) + 8 * t * SIZE % 16;
+    value_at = ValueRows::at(4 * t, value_at / 16) + value_at % 16;
+    // K and V of steps before are there: rope_angles lets what follows start when they are. What
+    // has no room in the ring, or gets this step's token, comes as far as the L2 cache.
+    if (STAGED) enter_far_segment();
+    if (FEW && far_round < far_end) {
+        const int pages = min(SEGMENT_PAGES, tile_pages - SEGMENT_PAGES * int(blockIdx.z));
+        for (int i = lane; has_columns && i < pages * PAGE; i += 32) {
+            const int64_t page = __shfl_sync(ALL_LANES, far_pages, i / PAGE);
+            prefetch(layer + page * work.n_kv_heads * HEAD_BYTES + BLOCK_BYTES +
+                     (i % PAGE * KW + warp * COLUMNS) * SIZE);
+        }
+        const int64_t page = __shfl_sync(ALL_LANES, far_pages, page_of_warp);
+        if (KEY_ROUNDS > RING || page_of_warp == pages - 1)
+            for (int i = 128 * lane; i < KEYS * KW * SIZE; i += 32 * 128)
+                prefetch(layer + page * work.n_kv_heads * HEAD_BYTES + first_key * KW * SIZE + i);
+    }
+    constexpr int SHARE = (TILES * PIECES + WARPS - 1) / WARPS;  // of the queries, for a warp
+    uint4 query[SHARE][2] = {};
+    int ahead = 0;
+#pragma unroll 1
+    for (int end = continues ? 0 : first_position;; end = NO_END) {
+        while (STAGED && ahead < RING && fetch_round(end)) ahead++;
+        if (end == NO_END) break;
+        __syncthreads();
+        wait_for_predecessor();
+        for (int n = 0; n < 2 * SHARE; n++) {
+            const int at = warp + n / 2 * WARPS, i = at % PIECES;
+            const int row = at / PIECES * 16 + g + n % 2 * 8;
+            if (at < TILES * PIECES && visible[row] >= 0 &&
+                (KW % 32 == 0 || 32 * i + 8 * t < KW))
+                query[n / 2][n % 2] = *reinterpret_cast<const uint4*>(
+                    work.q + int64_t(place[row]) * KW + 32 * i + 8 * t);
+        }
+    }
+    for (int n = 0; n < SHARE; n++) {
+        const int at = warp + n * WARPS;
+        const uint4 x = query[n][0], y = query[n][1];
+        if (at >= TILES * PIECES) break;
+        queries[at / PIECES][2 * (at % PIECES)][lane] = make_uint4(x.x, y.x, x.y, y.y);
+        queries[at / PIECES][2 * (at % PIECES) + 1][lane] = make_uint4(x.z, y.z, x.w, y.w);
     }
     __syncthreads();
-
-    for (int i = 0; i < 2 * TILES; i++) softmax[i][threadIdx.x] = {-INFINITY, 0.0f};
-    for (int n = 0; n < TILES * NEIGHBOURS; n++)
-        total(n / NEIGHBOURS, n % NEIGHBOURS) = make_float4(0, 0, 0, 0);
-    const bool has_columns = warp * COLUMNS < VW && (TILES > 1 || warp * shares / WARPS == share);
-    // First one whose V this thread loads. Columns of the last warp that are not there repeat
-    // others, and their sums are not stored.
-    constexpr bool WHOLE = VW % COLUMNS == 0;
-    int column = warp * COLUMNS + NEIGHBOURS * g;
-    if (!WHOLE) column = min(column, VW - NEIGHBOURS);
-    const bool has_sums = has_columns && (WHOLE || warp * COLUMNS + 2 * NEIGHBOURS * t < VW);
 
     const int n_segments = (tile_pages + SEGMENT_PAGES - 1) / SEGMENT_PAGES;
     int turn = 0;
@@ -1430,18 +1606,50 @@ DEVICE void attention_tile(const Attention& work) {
 
         // Scores of this warp's keys: slots 2t, 2t + 1 of product n are keys
         // 16 (n / 2) + 4t + 2 (n % 2) and the next one.
-        const int page_of_warp = warp / PAGE_WARPS, first_key = warp % PAGE_WARPS * KEYS;
         float score[TILES][KEYS / 8][4] = {};
         float largest[2 * TILES];  // of rows g + 8 i
         for (int i = 0; i < 2 * TILES; i++) largest[i] = -INFINITY;
-        if (page_of_warp < here) {
-            KvPlace from = kv_place<Q8, KW>(keys_of(first_page + page_of_warp),
-                                            first_key + 4 * (g / 2) + g % 2, 8 * t);
-            // Four products at a time, over whole 128-byte lines: H200, 64 rows x 1024 tokens,
-            // 3.6 TB/s, and 2.7 where half lines of eight products are read.
+        const auto add_scores = [&](int n, int piece, const Key& key) {
+            unsigned b[4];
+            key.expand(b);
+            for (int r = 0; r < TILES; r++) {
+                mma_fragment(score[r][n], queries[r][2 * piece][lane], b[0], b[1]);
+                mma_fragment(score[r][n], queries[r][2 * piece + 1][lane], b[2], b[3]);
+            }
+        };
+        const auto token_of = [](int n) { return 16 * (n / 2) + 2 * (n % 2); };
+        if (STAGED && page_of_warp < here) {
             Key key[STEPS][LINE];
+#pragma unroll 1
+            for (int half = 0; half < KEYS / 32; half++) {
+#pragma unroll 1
+                for (int i = 0; i < PIECES; i += LINE) {
+                    const uint8_t* slot = take_round();
+                    for (int n = 0; n < STEPS; n++)
+                        for (int piece = 0; piece < LINE; piece++)
+                            key[n][piece].load(
+                                slot + key_at[piece] + KeyRows::at(token_of(n), 0),
+                                scale_in(slot, own_key + token_of(n), 32 * (i + piece)));
+                    __syncwarp();
+                    fetch_round(NO_END);
+                    for (int n = 0; n < STEPS; n++)
+                        for (int piece = 0; piece < LINE; piece++)
+                            add_scores(n, i + piece, key[n][piece]);
+                }
+                // The halves change places: after two they are in order.
+                for (int i = 0; i < STEPS * 4 && KEYS > 32; i++) {
+                    float &now = score[0][i / 4][i % 4], x = now;
+                    float& other = score[0][(STEPS + i / 4) % (KEYS / 8)][i % 4];
+                    now = other, other = x;
+                }
+            }
+        }
+        if (!STAGED && page_of_warp < here) {
+            Key key[STEPS][LINE];
+            KvPlace from = kv_place<Q8, KW>(keys_of(first_page + page_of_warp),
+                                            first_key + own_key, 8 * t);
             auto fetch_key = [&](int n, int piece, const KvPlace& from) {
-                key[n][piece].load(from, (16 * (n / 2) + 2 * (n % 2)) * KW + 32 * piece);
+                key[n][piece].load(from, token_of(n) * KW + 32 * piece);
             };
             for (int n = 0; n < STEPS; n++)
                 for (int piece = 0; piece < LINE; piece++) fetch_key(n, piece, from);
@@ -1449,21 +1657,16 @@ DEVICE void attention_tile(const Attention& work) {
 #pragma unroll 1
                 for (int i = 0; i < PIECES; i += LINE) {
                     const int ahead = i + LINE < PIECES ? 32 * LINE : 32 * KW - i * 32;
-                    from = {from.values + ahead * (Q8 ? 1 : 2), from.scales + ahead / 32};
+                    from = {from.values + ahead * SIZE, from.scales + ahead / 32};
                     for (int n = 0; n < STEPS; n++)
                         for (int piece = 0; piece < LINE; piece++) {
-                            unsigned b[4];
-                            key[n][piece].expand(b);
-                            for (int r = 0; r < TILES; r++) {
-                                float(&sum)[4] = score[r][STEPS * half + n];
-                                const uint4(&a)[2 * PIECES][32] = queries[r];
-                                mma_fragment(sum, a[2 * (i + piece)][lane], b[0], b[1]);
-                                mma_fragment(sum, a[2 * (i + piece) + 1][lane], b[2], b[3]);
-                            }
+                            add_scores(STEPS * half + n, i + piece, key[n][piece]);
                             if (half + 1 < KEYS / 32 || i + LINE < PIECES)
                                 fetch_key(n, piece, from);
                         }
                 }
+        }
+        if (page_of_warp < here) {
             const int position = (first_page + page_of_warp) * PAGE + first_key + 4 * t;
             for (int i = 0; i < 2 * TILES; i++) {
                 const int last = visible[g + 8 * i];
@@ -1482,14 +1685,16 @@ DEVICE void attention_tile(const Attention& work) {
             for (int i = 0; i < 2 * TILES; i++) warp_largest[turn][warp][g + 8 * i] = largest[i];
 
         // The first values are on their way while the warps exchange maxima and weights.
-        Value value[AHEAD][4];
-        auto fetch = [&](int step, const KvPlace& from) {
+        Value value[STAGED ? ROUND_STEPS : AHEAD][4];
+        auto fetch_value = [&](int step, const KvPlace& from) {
             for (int k = 0; k < 4; k++)
                 value[step % AHEAD][k].load(from, (16 * (step % STEPS) + k) * KW);
         };
-        KvPlace values = kv_place<Q8, KW>(values_of(first_page), 4 * t, column);
-        if (has_columns)
-            for (int step = 0; step < AHEAD; step++) fetch(step, values);
+        KvPlace values = {};
+        if (!STAGED && has_columns) {
+            values = kv_place<Q8, KW>(values_of(first_page), 4 * t, column);
+            for (int step = 0; step < AHEAD; step++) fetch_value(step, values);
+        }
         __syncthreads();
 
         if (page_of_warp < here) {
@@ -1513,7 +1718,22 @@ DEVICE void attention_tile(const Attention& work) {
         // product n is column NEIGHBOURS * g + n of this warp.
         float sum[TILES][4] = {}, o[TILES][NEIGHBOURS][4] = {}, m[2 * TILES];
         for (int i = 0; i < 2 * TILES; i++) m[i] = -INFINITY;
-#pragma unroll
+        const auto add_values = [&](int step, const Value(&value)[4]) {
+            unsigned v[4][NEIGHBOURS / 2];
+            for (int k = 0; k < 4; k++) value[k].expand(v[k]);
+            uint4 p[TILES];
+            for (int r = 0; r < TILES; r++) {
+                p[r] = weights[r][step][lane];
+                mma_fragment(sum[r], p[r], HALF_ONES, HALF_ONES);
+            }
+            for (int n = 0; n < NEIGHBOURS; n++) {
+                const unsigned pick = n % 2 ? 0x7632 : 0x5410;
+                const unsigned b0 = __byte_perm(v[0][n / 2], v[1][n / 2], pick);
+                const unsigned b1 = __byte_perm(v[2][n / 2], v[3][n / 2], pick);
+                for (int r = 0; r < TILES; r++) mma_fragment(o[r][n], p[r], b0, b1);
+            }
+        };
+#pragma unroll (STAGED ? 1 : SEGMENT_PAGES)
         for (int page = 0; page < SEGMENT_PAGES; page++) {
             if (page >= here) break;
             for (int i = 0; i < 2 * TILES; i++) {
@@ -1527,37 +1747,45 @@ DEVICE void attention_tile(const Attention& work) {
                         o[i / 2][n][e] = __fmul_rn(o[i / 2][n][e], factor);
                 }
             }
-            const bool more = page + 1 < here;
-            const KvPlace next =
-                kv_place<Q8, KW>(values_of(first_page + page + more), 4 * t, column);
+            if constexpr (STAGED) {
+                const int steps = (last_position - (first_page + page) * PAGE) / 16 + 1;
+#pragma unroll 1
+                for (int round = 0; round < PAGE_ROUNDS; round++) {
+                    const uint8_t* slot = take_round();
+                    for (int i = 0; i < 4 * ROUND_STEPS; i++) {
+                        const int token = 16 * (i / 4) + i % 4;
+                        value[i / 4][i % 4].load(slot + value_at + ValueRows::at(token, 0),
+                                                 scale_in(slot, token + 4 * t, column));
+                    }
+                    __syncwarp();
+                    fetch_round(NO_END);
+                    for (int i = 0; i < ROUND_STEPS; i++) {
+                        const int step = round * ROUND_STEPS + i;
+                        if (step >= steps) break;  // not seen, so not fetched
+                        add_values(page * STEPS + step, value[i]);
+                    }
+                }
+            } else {
+                const bool more = page + 1 < here;
+                const KvPlace next =
+                    kv_place<Q8, KW>(values_of(first_page + page + more), 4 * t, column);
 #pragma unroll
-            for (int step = 0; step < STEPS; step++) {
-                unsigned v[4][NEIGHBOURS / 2];
-                for (int k = 0; k < 4; k++) value[step % AHEAD][k].expand(v[k]);
-                uint4 p[TILES];
-                for (int r = 0; r < TILES; r++) {
-                    p[r] = weights[r][page * STEPS + step][lane];
-                    mma_fragment(sum[r], p[r], HALF_ONES, HALF_ONES);
+                for (int step = 0; step < STEPS; step++) {
+                    add_values(page * STEPS + step, value[step % AHEAD]);
+                    if (step + AHEAD < STEPS)
+                        fetch_value(step + AHEAD, values);
+                    else if (more)
+                        fetch_value(step + AHEAD, next);
                 }
-                for (int n = 0; n < NEIGHBOURS; n++) {
-                    const unsigned pick = n % 2 ? 0x7632 : 0x5410;
-                    const unsigned b0 = __byte_perm(v[0][n / 2], v[1][n / 2], pick);
-                    const unsigned b1 = __byte_perm(v[2][n / 2], v[3][n / 2], pick);
-                    for (int r = 0; r < TILES; r++) mma_fragment(o[r][n], p[r], b0, b1);
-                }
-                if (step + AHEAD < STEPS)
-                    fetch(step + AHEAD, values);
-                else if (more)
-                    fetch(step + AHEAD, next);
+                values = next;
             }
-            values = next;
         }
 
         // Thread (g, t) now holds columns 2 NEIGHBOURS t .. of its warp, rows g + 8 i.
         if (gridDim.z == 1) {
             for (int r = 0; r < TILES; r++) {
-                const float2 up = softmax[2 * r][threadIdx.x].fold(m[2 * r], sum[r][0]);
-                const float2 down = softmax[2 * r + 1][threadIdx.x].fold(m[2 * r + 1], sum[r][2]);
+                const float2 up = softmax(2 * r).fold(m[2 * r], sum[r][0]);
+                const float2 down = softmax(2 * r + 1).fold(m[2 * r + 1], sum[r][2]);
                 for (int n = 0; n < NEIGHBOURS; n++) fold_rows(total(r, n), o[r][n], up, down);
             }
             continue;
@@ -1580,7 +1808,7 @@ DEVICE void attention_tile(const Attention& work) {
     for (int i = 0; i < 2 * TILES; i++) {
         const int row_and_head = place[g + 8 * i];
         if (row_and_head < 0) continue;
-        const float inverse = inverse_sum(softmax[i][threadIdx.x].l);
+        const float inverse = inverse_sum(softmax(i).l);
         const int row_heads = LATENT ? 1 : n_heads;  // of a row of out
         const int row = row_and_head / row_heads;
         const int at = row_and_head % row_heads * VW + warp * COLUMNS + 2 * NEIGHBOURS * t;
@@ -1598,30 +1826,37 @@ DEVICE void attention_tile(const Attention& work) {
     }
 }
 
-#define ATTENTION_OF(NAME, Q8, KW, VW, TILES, BLOCKS)                                            \
-    KERNEL __launch_bounds__(32 * (VW < KW ? LATENT_WARPS : ATTENTION_WARPS), BLOCKS)            \
+#define ATTENTION_OF(NAME, Q8, KW, VW, TILES, WARPS, BLOCKS)                                     \
+    KERNEL __launch_bounds__(32 * WARPS, BLOCKS)                                                 \
     attention_##NAME(const __grid_constant__ Attention work) {                                   \
         let_successor_start();                                                                   \
-        attention_tile<Q8, KW, VW, TILES>(work);                                                 \
+        attention_tile<Q8, KW, VW, TILES, WARPS>(work);                                          \
     }
-#define ATTENTION(NAME, KW, VW, TILES, BLOCKS)                                                   \
-    ATTENTION_OF(f16_##NAME, false, KW, VW, TILES, BLOCKS)                                       \
-    ATTENTION_OF(q8_##NAME, true, KW, VW, TILES, BLOCKS)
-ATTENTION(64, 64, 64, 1, 4)
-ATTENTION(96, 96, 96, 1, 4)
-ATTENTION(128, 128, 128, 1, 4)
-ATTENTION(192, 192, 192, 1, 3)
-ATTENTION(256, 256, 256, 1, 3)
+#define ATTENTION(NAME, KW, VW, TILES, WARPS, BLOCKS)                                            \
+    ATTENTION_OF(f16_##NAME, false, KW, VW, TILES, WARPS, BLOCKS)                                \
+    ATTENTION_OF(q8_##NAME, true, KW, VW, TILES, WARPS, BLOCKS)
+ATTENTION(64, 64, 64, 1, 4, 4)
+ATTENTION(96, 96, 96, 1, 4, 4)
+ATTENTION(128, 128, 128, 1, 4, 4)
+ATTENTION(192, 192, 192, 1, 4, 3)
+ATTENTION(256, 256, 256, 1, 4, 3)
 // Twice the rows for one reading of K and V: for tiles of a prompt.
-ATTENTION(64_wide, 64, 64, 2, 2)
-ATTENTION(96_wide, 96, 96, 2, 3)
-ATTENTION(128_wide, 128, 128, 2, 4)
+ATTENTION(64_wide, 64, 64, 2, 4, 2)
+ATTENTION(96_wide, 96, 96, 2, 4, 3)
+ATTENTION(128_wide, 128, 128, 2, 4, 4)
+// More warps, where each block has a multiprocessor for itself.
+ATTENTION(64_few, 64, 64, 1, 8, 1)
+ATTENTION(96_few, 96, 96, 1, 8, 1)
+ATTENTION(128_few, 128, 128, 1, 8, 1)
+ATTENTION(192_few, 192, 192, 1, 8, 1)
+ATTENTION(256_few, 256, 256, 1, 8, 1)
 // Latent attention: K holds V.
-ATTENTION(320, 320, 256, 1, 2)
-ATTENTION(576, 576, 512, 1, 1)
+ATTENTION(320, 320, 256, 1, 8, 2)
+ATTENTION(576, 576, 512, 1, 8, 1)
 // 80 values are no whole blocks of q8.
-ATTENTION_OF(f16_80, false, 80, 80, 1, 4)
-ATTENTION_OF(f16_80_wide, false, 80, 80, 2, 2)
+ATTENTION_OF(f16_80, false, 80, 80, 1, 4, 4)
+ATTENTION_OF(f16_80_wide, false, 80, 80, 2, 4, 2)
+ATTENTION_OF(f16_80_few, false, 80, 80, 1, 8, 1)
 
 // Four 8x8 matrices of f16, transposed: lane i has the address of row i % 8 of matrix i / 8.
 DEVICE void load_transposed(unsigned (&d)[4], const uint4* row) {
@@ -1804,7 +2039,7 @@ KERNEL __launch_bounds__(512)
 attention_merge(const float* part_values, const float2* part_states, uint4* out,
                 const int* positions, const int* slots, int max_segments, int stride,
                 int value_dim, int row_heads) {
-    constexpr int BATCH = 16;  // segments on their way at once
+    constexpr int BATCH = 32;  // segments on their way while as many are folded
     follow_predecessor();
     const int row = blockIdx.x, row_and_head = row * gridDim.y + blockIdx.y;
     const int lane = threadIdx.x & 31;
@@ -1813,16 +2048,24 @@ attention_merge(const float* part_values, const float2* part_states, uint4* out,
     const int64_t first = int64_t(row_and_head) * max_segments;
     Softmax softmax = {-INFINITY, 0.0f};
     float total = 0.0f;
-    for (int start = 0; start < n_segments; start += BATCH) {
-        const int n = min(BATCH, n_segments - start);
+    float2 next_state;
+    float next[BATCH];
+    const auto fetch = [&](int start) {
         const int64_t at = first + start;
         // Lane i of every warp holds the state of segment i.
-        const float2 state = lane < n ? part_states[at + lane] : make_float2(-INFINITY, 0.0f);
-        float value[BATCH];
+        next_state = start + lane < n_segments ? part_states[at + lane]
+                                               : make_float2(-INFINITY, 0.0f);
         for (int i = 0; i < BATCH; i++)
-            value[i] = i < n ? part_values[(at + i) * value_dim + column] : 0.0f;
+            next[i] = start + i < n_segments ? part_values[(at + i) * value_dim + column] : 0.0f;
+    };
+    fetch(0);
+    for (int start = 0; start < n_segments; start += BATCH) {
+        const float2 state = next_state;
+        float value[BATCH];
+        for (int i = 0; i < BATCH; i++) value[i] = next[i];
+        fetch(start + BATCH);
         for (int i = 0; i < BATCH; i++) {
-            if (i >= n) break;
+            if (start + i >= n_segments) break;
             const float2 factors = softmax.fold(__shfl_sync(ALL_LANES, state.x, i),
                                                 __shfl_sync(ALL_LANES, state.y, i));
             total = fold_value(total, value[i], factors);
@@ -2116,7 +2359,10 @@ KERNEL rope_latent(const float* content, const float* q, const float* kv_a, cons
     for (int d = lane; is_key && d < rank; d += 32) sum += plain[d] * plain[d];
     const float inverse = rsqrtf(warp_sum(sum) / rank + work.eps);
     for (int d = lane; d < head_dim; d += 32) {
-        float value = d < rank ? plain[d] : rotated(turned, d - rank, turn_of(d - rank, row, work));
+        const Turn turn = turn_of(max(d - rank, 0), work);
+        const float* angle = work.angles + int64_t(row) * work.rope_dim + turn.pair;
+        float value = d < rank ? plain[d] : rotated(turned, d - rank, turn.other, angle[0],
+                                                    angle[work.rope_dim / 2]);
         if (is_key && d < rank) value *= inverse * kv_norm[d];
         store_value(place, head_dim, d, value);
     }

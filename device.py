@@ -957,7 +957,7 @@ class Device:
         """o f32 [rows, H_v d] = S^T q; the states take what enters, see kv.Batch.of."""
         o = self.buffer("delta_rule", (u.shape[0], cfg.delta_v_heads * DELTA_DIM), np.float32)
         grid = 4 * cfg.delta_v_heads // cfg.delta_k_heads, cfg.delta_k_heads, batch.spans.shape[0]
-        kind = "prompt" if self.longest_span > 16 else "decode"
+        kind = "prompt" if self.longest_span > 2 else "decode"
         self.launch(f"delta_rule_{kind}", grid, 128,
                     self.delta_net(u, None, c, o, cfg, layer, kv, batch))
         return o

@@ -593,7 +593,9 @@ class Device:
 
     # ---- steps: upload, run, fetch -----------------------------------------------------------
 
-    state_interval = 4  # decoded tokens between two writes of a recurrent state
+    # Decoded tokens between two writes of a recurrent state: with 1, 3, 4 and 6 the delta ops of 64
+    # rows of the 27B take 119, 82, 79 and 79 us a layer on an H200.
+    state_interval = 4
     steps_ahead = 1  # steps that may be launched before the tokens of the last are read
     captures = True  # decode batches are padded to a bucket and replayed as a graph
 

@@ -3107,7 +3107,8 @@ constexpr int DELTA_DIM = 128;  // values of a head of q, k and v
 constexpr int MOST_TAPS = 4;    // of the convolution
 
 // What delta_conv and delta_rule work on: rows of u hold q | k | v | z | beta | alpha, rows of c
-// q | k | v | beta | decay, records u of q | k | v, then c without q; o is [rows, H_v, DELTA_DIM].
+// q | k | v | beta | decay, records u of q | k | v, then k | delta | beta | decay; o is
+// [rows, H_v, DELTA_DIM].
 struct DeltaNet {
     const float *u, *conv, *dt, *decay;  // conv [q | k | v, width], dt and decay [H_v]
     float *c, *o, *states;               // states: this layer of slot 0
@@ -3150,17 +3151,20 @@ KERNEL delta_conv(const __grid_constant__ DeltaNet work) {
     wait_for_predecessor();
     for (int row = start; row < min(work.rows, start + share); row++) {
         const int slot = work.slots[row], position = work.positions[row];
-        const float* gates = work.u_row(row) + work.u_values - 2 * work.v_heads + gate;
-        const float beta = gates[0], alpha = gates[work.v_heads] + dt;
-        float x[DELTA_DIM / 32] = {}, squares = 0.0f;
-        for (int back = MOST_TAPS - 1; back >= 0; back--) {
+        float u[MOST_TAPS][DELTA_DIM / 32];  // first all loads, which wait together
+        for (int back = 0; back < MOST_TAPS; back++) {
             const bool here = row >= back && work.slots[max(row - back, 0)] == slot;  // in u
             const bool real = back == 0 || (back < width && slot >= 0 && position >= back);
             const float* from = back == 0 || here ? work.u_row(row - back)
                                                   : work.record(slot, position - back);
-            for (int i = 0; i < DELTA_DIM / 32; i++)
-                x[i] = fmaf(real ? from[at + 32 * i] : 0.0f, weights[back][i], x[i]);
+            for (int i = 0; i < DELTA_DIM / 32; i++) u[back][i] = real ? from[at + 32 * i] : 0.0f;
         }
+        const float* gates = work.u_row(row) + work.u_values - 2 * work.v_heads + gate;
+        const float beta = gates[0], alpha = gates[work.v_heads] + dt;
+        float x[DELTA_DIM / 32] = {}, squares = 0.0f;
+        for (int back = MOST_TAPS - 1; back >= 0; back--)
+            for (int i = 0; i < DELTA_DIM / 32; i++)
+                x[i] = fmaf(u[back][i], weights[back][i], x[i]);
         for (float& value : x) value = silu(value), squares = fmaf(value, value, squares);
         const float length = sqrtf(warp_sum(squares) + work.eps);
         const float factor = v_head >= 0            ? 1.0f
@@ -3180,11 +3184,10 @@ KERNEL delta_conv(const __grid_constant__ DeltaNet work) {
 // part = 0 .. 7, share these. A warp has 8 columns, a block as many as a warp has lanes.
 constexpr int DELTA_VALUES = 16, DELTA_PARTS = 8, DELTA_COLUMNS = 2, DELTA_WARPS = 4;
 constexpr int DELTA_BLOCK_COLUMNS = 32, DELTA_BLOCKS = DELTA_DIM / DELTA_BLOCK_COLUMNS;
-constexpr int DELTA_AHEAD = 8;  // tokens that wait in shared memory, twice
 
-// What a block needs of a token; of a pending one k, delta in place of v, and decay. From shared
-// memory: 64 rows of decode of the 27B take 111 us a layer on an H200; with loads from global
-// memory, one token ahead, 134.
+// What a block needs of a token; of a pending one k, delta in place of v, and decay. It waits in
+// shared memory: with loads from global memory, one token ahead, 64 rows of decode of the 27B took
+// a fifth longer on an H200.
 struct DeltaToken {
     float k[DELTA_DIM], q[DELTA_DIM], v[DELTA_BLOCK_COLUMNS], beta, decay, padding[2];
 };
@@ -3229,7 +3232,8 @@ DEVICE void enter_state(float (&s)[DELTA_VALUES], const float (&k)[DELTA_VALUES]
 template <bool PROMPT>
 DEVICE void delta_rule(const DeltaNet& work) {
     let_successor_start();
-    __shared__ __align__(16) DeltaToken ring[2][DELTA_AHEAD];
+    constexpr int AHEAD = PROMPT ? 16 : 8;  // tokens that wait in shared memory, twice
+    __shared__ __align__(16) DeltaToken ring[2][AHEAD];
     const int* span = work.spans + 6 * (gridDim.z - 1 - blockIdx.z);
     const int first = span[0], rows = span[1], slot = span[2], position = span[3],
               pending = span[4], entering = span[5];
@@ -3267,7 +3271,7 @@ DEVICE void delta_rule(const DeltaNet& work) {
         }
         asm volatile("cp.async.commit_group;");
     };
-    int t = -pending, end = min(t + DELTA_AHEAD, 0);
+    int t = -pending, end = min(t + AHEAD, 0);
     fetch(t, end, ring[0]);
     float* state = work.state(slot) + (block_v + column) * DELTA_DIM + 4 * part;
     float s[DELTA_COLUMNS][DELTA_VALUES] = {};
@@ -3286,7 +3290,7 @@ DEVICE void delta_rule(const DeltaNet& work) {
     float* record = work.record(slot, position) + work.channels() + n_k + block_v + column;
     const float* ring_end = work.record(slot, 0) + work.ring * work.record_values;
     for (int turn = 0; t < rows; turn ^= 1) {
-        const int next = min(end + DELTA_AHEAD, end < 0 ? 0 : rows);
+        const int next = min(end + AHEAD, end < 0 ? 0 : rows);
         fetch(end, next, ring[turn ^ 1]);
         asm volatile("cp.async.wait_group 1;");
         __syncthreads();
@@ -3298,9 +3302,11 @@ DEVICE void delta_rule(const DeltaNet& work) {
                 enter_state(s[j], k, token->v[column + j], token->decay);
             if (t == -1 && entering == pending) store_state();
         }
-        // Unrolled, loads of a token are on their way during the sums of the one before it; in
-        // decode, more blocks in a multiprocessor are worth more than that.
-#pragma unroll (PROMPT ? 2 : 1)
+        // Unrolled, a token's loads are on their way during the sums of the one before it: 512 rows
+        // of the 27B take 153 us a layer on an H200, in the kernel for decode 194. But it takes
+        // registers, and decode waits for memory: 64 rows took 81 us with 5 blocks in a
+        // multiprocessor, 71 with 6.
+#pragma unroll (PROMPT ? 4 : 1)
         for (; t < end; t++, token++) {
             float k[DELTA_VALUES], q[DELTA_VALUES], known[DELTA_COLUMNS], delta[DELTA_COLUMNS];
             load_part(k, token->k + 4 * part);

@@ -13,7 +13,7 @@ sampling and no approximation, because of what the engine promises anyway:
   cancellation act in the middle of a run. It ends behind the first token that is not the draft of
   the next row: that token is still the right one, the rows behind it are not.
 * KV is cut by length: rows that were not kept are overwritten. Recurrent state cannot be cut, so
-  the rows of a decoding sequence stay pending until the next step, which applies those that were
+  the rows of a decoding sequence stay pending until a later step, which applies those that were
   kept (see kv.Batch.of). No row lies behind prompt + max_tokens, so drafts need no pages.
 * Requests with penalties or a bias do not draft: there the counts of tokens would have to be taken
   back. A request's drafts wait until its last token is known, so a step behind drafts is launched

@@ -65,8 +65,9 @@ OPTIONS = {  # that several commands have
     "--kv": dict(choices=("f32", "f16", "q8"), default="f16",
                  help="format of the KV cache (default f16)"),
     "--ctx": dict(type=int, metavar="N", help="tokens of KV cache in all (default: what fits)"),
-    "--prefill-chunk": dict(type=int, default=512, metavar="N",
-                            help="prompt tokens of one step (default 512)"),
+    "--prefill-chunk": dict(type=int, default=2048, metavar="N",
+                            help="prompt tokens of one step (default 2048), a quarter of it while "
+                                 "others decode"),
     "--draft": dict(default="auto", metavar="HOW",
                     help="where tokens are drafted, which never changes the answer: off, ngram, "
                          "mtp (the model's own head), the GGUF file of a smaller model, or auto: "

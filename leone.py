@@ -126,15 +126,16 @@ class Step:
 class Engine:
     """A model on a device, and the requests that it is working on."""
 
-    def __init__(self, path, backend="auto", kv="f16", prefill_chunk=512, max_rows=64, context=None,
-                 queue=1024, queue_tokens=None, sessions=None, session_store=None,
+    def __init__(self, path, backend="auto", kv="f16", prefill_chunk=2048, max_rows=64,
+                 context=None, queue=1024, queue_tokens=None, sessions=None, session_store=None,
                  state_cache=2 << 30, draft="auto", draft_length=None, progress=None):
         """Load the model at `path`.
 
         backend: "auto" (CUDA where there is a card), "cuda", "cpu". kv: format of the KV cache,
-        "f32", "f16" or "q8". prefill_chunk: prompt tokens of one step. max_rows: sequences that
-        decode in one step. context: tokens of KV cache in all (default: what the model and the
-        free memory allow). queue, queue_tokens: requests, and tokens of them, that may wait.
+        "f32", "f16" or "q8". prefill_chunk: prompt tokens of one step, of which a step in which
+        others decode has a quarter. max_rows: sequences that decode in one step. context: tokens of
+        KV cache in all (default: what the model and the free memory allow). queue, queue_tokens:
+        requests, and tokens of them, that may wait.
         sessions: sequences that hold memory at once (default max_rows, or fewer where recurrent
         states would take more than a quarter of the memory). session_store: folder in
         which idle sessions survive. state_cache: bytes of host memory for the recurrent states that
@@ -601,19 +602,22 @@ class Engine:
             ids = [token, *drafts.get(request, ())]
             chosen.append((request, ids, len(request.prompt) + request.sampled - 1, len(ids)))
         reading = [r for r in self.active if r.finish_reason is None and r.read < len(r.prompt)]
-        for request, count in self.share_chunk(reading):
+        for request, count in self.share_chunk(reading, self.chunk(decoding)):
             part = request.prompt[request.read:request.read + count]
             last = request.read + count == len(request.prompt)
             chosen.append((request, part, request.read, int(last)))
         return chosen
 
-    def share_chunk(self, reading):
+    def chunk(self, decoding):
+        """Tokens of prompts in a step: fewer where it holds up others, who decode."""
+        return -(-self.prefill_chunk // 4) if decoding else self.prefill_chunk
+
+    def share_chunk(self, reading, budget):
         """(request, tokens to read) of one chunk: first come, first served, but half of it is for
         the prompt that ends soonest, so that a short one need not wait for a long one."""
         left = {request: next((mark for mark in request.marks if mark > request.read),
                               len(request.prompt)) - request.read for request in reading}
         shares = dict.fromkeys(reading, 0)
-        budget = self.prefill_chunk
         if len(reading) > 1:
             shortest = min(reading, key=left.get)
             shares[shortest] = min(left[shortest], budget // 2)

@@ -123,7 +123,7 @@ class DraftModel(Proposer):
 
     def propose(self, wants):
         """Reads what is new, at most a chunk in all: who has more to read waits for its drafts."""
-        room, spans, drafts = self.engine.prefill_chunk, [], {}
+        room, spans, drafts = self.engine.chunk(decoding=True), [], {}
         for request, most in wants.items():
             start = self.read.get(request, 0)
             new = tokens_of(request, start)

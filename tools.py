@@ -184,7 +184,7 @@ def describe_kv(cfg, card, weight_bytes):
     such a context needs on a card; tokens of one sequence that fit on the present one."""
     if cfg is None:
         return None
-    scratch = cfg.scratch_bytes(512 + 1, PENDING)  # --prefill-chunk, and a row that decodes
+    scratch = cfg.scratch_bytes(2048 + 1, PENDING)  # --prefill-chunk, and a row that decodes
     described, held = {}, weight_bytes + CUDA_OVERHEAD + scratch + cfg.state_bytes(PENDING)
     room = max(0, card["free_bytes"] - held) if card else 0
     for kv_format in KV_FORMATS:

@@ -169,6 +169,20 @@ def test_a_short_prompt_overtakes_a_long_one():
         finish(e, long, short)
 
 
+def test_a_prompt_takes_less_of_a_step_in_which_others_decode():
+    with engine(quantised("llama3"), "cpu", max_rows=4, prefill_chunk=32) as e:
+        other = e.submit([1, 2], leone.Sampling(temperature=0), 4, ignore_eos=True)
+        while not other.tokens:
+            e.step()
+        request, read = e.submit([3] * 100, leone.Sampling(temperature=0), 1), {0}
+        while not request.tokens:
+            e.step()
+            read.add(request.read)
+        assert {8, 16} < read and min(np.diff(sorted(read))) >= 4
+        assert max(np.diff(sorted(read))) == 32
+        finish(e, other, request)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_most_likely_tokens(backend):
     """top_logprobs are the log softmax of the model's own logits."""

@@ -339,8 +339,8 @@ def test_the_scratch_of_all_models_is_counted(monkeypatch):
     """On a card: that of the model, with a row of logits for each draft, and of a draft model."""
     path = quantised("llama3")
     cfg, _ = model.load(gguf_file.GGUF(path), tools.CheckOnly())
-    of_model = cfg.scratch_bytes(512 + 6, 6 * leone.PENDING)
-    of_draft = cfg.scratch_bytes(512 + 6, 128)
+    of_model = cfg.scratch_bytes(2048 + 6, 6 * leone.PENDING)
+    of_draft = cfg.scratch_bytes(2048 + 6, 128)
     page = leone.PAGE * cfg.kv_bytes_per_token("f16")
     monkeypatch.setattr(reference.Reference, "captures", True)
     for draft, held, page_bytes in (("off", of_model, page),

@@ -335,7 +335,7 @@ def test_draft_model(target, draft, share, backend):
     submissions = list(cases(PROMPTS, seed=2))
     expected = plain(quantised(target), submissions, backend)
     with engine(quantised(target), backend, draft=str(quantised(draft)), draft_length=4,
-                prefill_chunk=40, max_rows=6) as e:
+                prefill_chunk=160, max_rows=6) as e:
         assert run(e, submissions, together=True) == expected
         assert e.stats["drafted_tokens"] > 0.3 * e.stats["generated_tokens"]
         if share == 1:

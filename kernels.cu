@@ -672,6 +672,9 @@ DEVICE void copy_async(unsigned to, const void* from) {
 DEVICE void barrier_sync(int id, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
+DEVICE void barrier_arrive(int id, int threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
 // A thread block has ROWS rows of x and COLUMNS of y. Its GROUPS groups take the chains in turn.
 // The WARPS warps of a group take as many tiles each and share the tokens of a chunk.
 // Shared memory: RING_KB of [group][slot][tokens, then each tile's words of a chunk], with as many
@@ -761,8 +764,7 @@ DEVICE void linear_staged(const Product& product, const Place& place, const Rows
 
     float total[ROW_TILES][TOKEN_TILES][4] = {};  // with several groups: goes via shared memory
     const int chains = min(CHAINS, parts);
-    for (int round = 0; round < chains; round += GROUPS) {
-        const int chain = round + group;
+    for (int chain = group; chain < chains; chain += GROUPS) {
         float sum[ROW_TILES][TOKEN_TILES][4] = {};
         for (int part = chain; part < parts; part += CHAINS) {
             ChunkScales s[ROW_TILES] = {};
@@ -820,20 +822,22 @@ DEVICE void linear_staged(const Product& product, const Place& place, const Rows
             }
         }
         // With several groups the total goes from group to group in chain order, lane to lane.
-        for (int turn = 0; turn < GROUPS; turn++) {
-            float4* at = reinterpret_cast<float4*>(shared + GROUPS * RING_BYTES) +
-                         member * ROW_TILES * TOKEN_TILES * 32 + lane;
-            if (turn == group && chain < chains)
-                for (int m = 0; m < ROW_TILES; m++)
-                    for (int n = 0; n < TOKEN_TILES; n++, at += 32) {
-                        float4& all = *reinterpret_cast<float4*>(total[m][n]);
-                        if (GROUPS > 1 && chain > 0) all = *at;
-                        for (int i = 0; i < 4; i++)
-                            total[m][n][i] = __fadd_rn(total[m][n][i], sum[m][n][i]);
-                        if (GROUPS > 1) *at = all;
-                    }
-            if (GROUPS > 1) barrier_sync(GROUPS, GROUPS * GROUP_THREADS);
-        }
+        // Barrier `turn` of a warp tells it that this warp of the group before has written.
+        static_assert((1 + WARPS) * GROUPS <= 16, "a block has 16 barriers");
+        const auto turn = [=](int group) { return (1 + member) * GROUPS + group % GROUPS; };
+        const bool takes = GROUPS > 1 && chain > 0, gives = GROUPS > 1 && chain + 1 < chains;
+        if (takes) barrier_sync(turn(group), 64);
+        float4* at = reinterpret_cast<float4*>(shared + GROUPS * RING_BYTES) +
+                     member * ROW_TILES * TOKEN_TILES * 32 + lane;
+        for (int m = 0; m < ROW_TILES; m++)
+            for (int n = 0; n < TOKEN_TILES; n++, at += 32) {
+                float4& all = *reinterpret_cast<float4*>(total[m][n]);
+                if (GROUPS > 1) all = takes ? *at : float4{};
+                for (int i = 0; i < 4; i++)
+                    total[m][n][i] = __fadd_rn(total[m][n][i], sum[m][n][i]);
+                if (gives) *at = all;
+            }
+        if (gives) barrier_arrive(turn(group + 1), 64);
     }
     if ((chains - 1) % GROUPS != group) return;  // the group of the last chain has the totals
 

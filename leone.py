@@ -230,6 +230,7 @@ class Engine:
                 self.drain()
                 self.sessions.close()
             finally:
+                self.sessions.unlock()
                 self.ops.close()
 
     def __enter__(self):
@@ -650,6 +651,7 @@ class Engine:
                              self.page_table, self.tile_tokens)
             sampled = [(r, i) for r, _, _, wanted in chosen for i in range(wanted)]
             rows = len(batch.tokens)
+        self.last_step = None  # its batch has gone on: if this step fails, the next begins anew
         if last:
             self.proposer.leave(last)
         *result, logits, h, batch = self.draw("", self.forward, batch, sampled, slice(len(sampled)))

@@ -77,6 +77,7 @@ class Sessions:
     def __init__(self, engine, folder):
         """folder: the store, made if it is not there, or None. Raises RequestError."""
         self.engine, self.folder, self.known = engine, folder and Path(folder), {}
+        self.descriptor = None  # of the folder, whose lock it holds
         if not self.folder:
             return
         engine.model_hash.begin()  # the first file to be written or read needs it
@@ -90,6 +91,7 @@ class Sessions:
                 if NAME.fullmatch(path.stem):
                     self.known[path.stem] = Session(path.stem, used=path.stat().st_mtime, filed=0)
         except OSError as error:
+            self.unlock()
             held = isinstance(error, BlockingIOError)
             raise RequestError(f"the session store {folder} cannot be used: "
                                f"{'another server has it' if held else error.strerror}; choose a "
@@ -166,15 +168,18 @@ class Sessions:
         return sum(s.filed is not None for s in list(self.known.values()))
 
     def close(self):
-        """Store every session that is in memory; what cannot be stored is said on stderr. Then the
-        store is free for others."""
+        """Store every session that is in memory; what cannot be stored is said on stderr."""
         for session in self.known.values():
             try:
                 self.store(session)
             except RequestError as error:
                 print(f"leone: {error}", file=sys.stderr)
-        if self.folder:
+
+    def unlock(self):
+        """From now on the store is free for others."""
+        if self.descriptor is not None:
             os.close(self.descriptor)
+            self.descriptor = None
 
     def answers(self, name):
         """{text: ids} of the answers that were sampled in a session, to which a caller may add.

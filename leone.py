@@ -158,8 +158,10 @@ class Engine:
         self.gguf = gguf_file.GGUF(path)
         self.model_hash = receipts.ModelHash(self.gguf.paths)
         self.tokenizer = Tokenizer(self.gguf.metadata)
-        self.ops = open_backend(backend)
+        self.sessions = Sessions(self, session_store)  # another may have the store: say so at once
+        self.ops = None
         try:
+            self.ops = open_backend(backend)
             self.cfg, self.weights = model.load(self.gguf, self.ops, progress)
             self.prefill_chunk, self.max_rows = prefill_chunk, max_rows
             self.proposer = spec.proposer(draft, self)
@@ -175,10 +177,13 @@ class Engine:
             self.pool = PagePool(n_pages)
             self.prefixes = (SnapshotCache(self.pool, state_cache) if self.cfg.n_state_layers
                              else PrefixCache(self.pool))
-            self.sessions = Sessions(self, session_store)
         except BaseException:
-            self.ops.close()
+            self.sessions.unlock()
+            if self.ops:
+                self.ops.close()
             raise
+        if session_store:
+            self.model_hash.begin()  # the first file to be written or read needs it
         self.page_table = np.zeros((self.max_sessions + 1, longest), np.int32)
         self.draws = np.zeros(self.max_sessions + 1, ROW)  # of each slot, but for the position
         self.free_slots = list(range(self.max_sessions, -1, -1))
@@ -187,7 +192,7 @@ class Engine:
         self.on_event = lambda request: None  # called when a request has events or has ended
         self.steps, self.counts, self.closed = 0, defaultdict(int), False
         self.last_step = None
-        self.delivered = 0.0  # time at which the tokens of the last step were there
+        self.delivered = 0.0  # when the tokens of the last step were there; 0 after a pause
         self.seconds_held = 0.0  # moving average of how long a request holds its pages
         self.tile_tokens = self.ops.tile_tokens(self.cfg)
 
@@ -730,8 +735,7 @@ class Engine:
         now = time.perf_counter()
         self.counts["seconds_waited"] += now - before
         if step.rows:
-            self.controller.time(step.rows, bool(step.wants), now - max(step.began, self.delivered))
-        self.delivered = now
+            self.controller.time(step.rows, bool(step.wants), now - (self.delivered or step.began))
         for request, drafts in step.drafts.items():
             request.drafted += len(drafts)  # before anybody hears of the end
         before, wrong = {request: request.accepted for request in step.wants}, None
@@ -756,6 +760,7 @@ class Engine:
             self.counts["drafted_tokens"] += drafted
             self.counts["accepted_tokens"] += accepted
         self.sweep()
+        self.delivered = now if self.busy else 0.0
 
     def sweep(self):
         """Free what ended requests held, once no launched step names them."""

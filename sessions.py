@@ -80,7 +80,6 @@ class Sessions:
         self.descriptor = None  # of the folder, whose lock it holds
         if not self.folder:
             return
-        engine.model_hash.begin()  # the first file to be written or read needs it
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self.descriptor = os.open(self.folder, os.O_RDONLY)
@@ -299,11 +298,15 @@ class Sessions:
 
     @contextlib.contextmanager
     def opened(self, session):
-        """The session's file for reading; what goes wrong meanwhile means that it is damaged."""
+        """The session's file for reading; what its content causes means that it is damaged."""
         try:
             with open(self.path(session), "rb") as file:
                 yield file
-        except (OSError, ValueError, LookupError, TypeError):
+        except OSError as error:
+            raise RequestError(f"the file of session {session.name} cannot be read: "
+                               f"{error.strerror}; mend the session store", 507,
+                               "session_store") from None
+        except (ValueError, LookupError, TypeError):
             raise RequestError(f"the file of session {session.name} is damaged; delete the session "
                                "to start again", 409, "session_damaged", "session") from None
 

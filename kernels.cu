@@ -55,8 +55,8 @@ DEVICE T warp_all(T x, Op op, int lanes = 32) {
 DEVICE float warp_sum(float x) {
     return warp_all(x, [](float a, float b) { return __fadd_rn(a, b); });
 }
-DEVICE float warp_max(float x) {
-    return warp_all(x, [](float a, float b) { return fmaxf(a, b); });
+DEVICE float warp_max(float x, int lanes = 32) {
+    return warp_all(x, [](float a, float b) { return fmaxf(a, b); }, lanes);
 }
 // The largest of values >= 0, whose bits are in their order.
 DEVICE float warp_largest(float x) {
@@ -71,6 +71,11 @@ DEVICE float row_scale_factor(float largest) {
     exponent = min(max(14 - exponent, -100), 100);
     return __uint_as_float(unsigned(exponent + 127) << 23);
 }
+
+// f16 pairs: operands of the tensor core are 32-bit words.
+DEVICE __half2 as_half2(unsigned word) { return *reinterpret_cast<const __half2*>(&word); }
+DEVICE unsigned as_word(__half2 pair) { return *reinterpret_cast<const unsigned*>(&pair); }
+DEVICE unsigned half2_bits(float low, float high) { return as_word(__floats2half2_rn(low, high)); }
 
 // Relative error 1e-6; 0 for large negative x, where the exponential overflows.
 DEVICE float times_sigmoid(float x, float gate) { return __fdividef(x, 1.0f + __expf(-gate)); }
@@ -162,14 +167,8 @@ struct Packed {
     }
 };
 
-DEVICE unsigned half2_bits(float low, float high) {
-    return __half_as_ushort(__float2half_rn(low)) |
-           unsigned(__half_as_ushort(__float2half_rn(high))) << 16;
-}
 // The first of the 16 values of K that lanes 4g+t own in a chunk.
-DEVICE int first_k(int chunk, int t) {
-    return chunk / 2 * 128 + 32 * t + chunk % 2 * 16;
-}
+DEVICE int first_k(int chunk, int t) { return chunk / 2 * 128 + 32 * t + chunk % 2 * 16; }
 
 // A constant as an argument.
 template <int N>
@@ -197,36 +196,22 @@ DEVICE void with_format(int format, Body body) {
 }
 
 DEVICE unsigned fma2(unsigned a, unsigned b, unsigned c) {
-    unsigned d;
-    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
-    return d;
+    return as_word(__hfma2(as_half2(a), as_half2(b), as_half2(c)));
 }
 DEVICE unsigned mul2(unsigned a, unsigned b) { return fma2(a, b, HALF2_M0); }
 DEVICE unsigned add2(unsigned a, unsigned b) {
-    unsigned d;
-    asm("add.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
-    return d;
+    return as_word(__hadd2_rn(as_half2(a), as_half2(b)));
 }
 // Not __byte_perm: these become operand selectors of the products that follow, and cost nothing.
-DEVICE unsigned both_low(unsigned x) {
-    unsigned d;
-    asm("{.reg .f16 a, b; mov.b32 {a, b}, %1; mov.b32 %0, {a, a};}" : "=r"(d) : "r"(x));
-    return d;
-}
-DEVICE unsigned both_high(unsigned x) {
-    unsigned d;
-    asm("{.reg .f16 a, b; mov.b32 {a, b}, %1; mov.b32 %0, {b, b};}" : "=r"(d) : "r"(x));
-    return d;
-}
+DEVICE unsigned both_low(unsigned x) { return as_word(__low2half2(as_half2(x))); }
+DEVICE unsigned both_high(unsigned x) { return as_word(__high2half2(as_half2(x))); }
 // x & mask | bits in one instruction: the compiler makes two of it.
 DEVICE unsigned and_or(unsigned x, unsigned mask, unsigned bits) {
     unsigned d;
     asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(d) : "r"(x), "r"(mask), "r"(bits));
     return d;
 }
-DEVICE unsigned rotate_left(unsigned x, int bits) {
-    return __funnelshift_l(x, x, bits);
-}
+DEVICE unsigned rotate_left(unsigned x, int bits) { return __funnelshift_l(x, x, bits); }
 
 // NAME<N>(from, words): N words with one instruction. Volatile, so that it stays behind
 // wait_for_predecessor: the compiler moves other loads past that.
@@ -649,8 +634,7 @@ KERNEL __launch_bounds__(32 * CHAINS, 2) linear_few_8(const __grid_constant__ Li
 
 // The same with three blocks on a multiprocessor that load less in advance. 8B on an H200, 1 row:
 // q|k|v with 384 tiles 6.6 us instead of 7.5; down with 256 tiles 13 us instead of 11.
-KERNEL __launch_bounds__(32 * CHAINS, 3)
-linear_few_8_three(const __grid_constant__ Linear work) {
+KERNEL __launch_bounds__(32 * CHAINS, 3) linear_few_8_three(const __grid_constant__ Linear work) {
     linear_tiles<1, 3>(work);
 }
 
@@ -900,7 +884,7 @@ DEVICE void for_weights(const uint8_t* packed, int format, int row, int chunks, 
                     for (int i = 0; i < 4; i++) {
                         const unsigned bits = r ? a[i / 2][i % 2 * 2 + 1] : a[i / 2][i % 2 * 2];
                         visit(first_k(chunk, t) + 8 * half + 2 * i,
-                              __half22float2(*reinterpret_cast<const __half2*>(&bits)));
+                              __half22float2(as_half2(bits)));
                     }
                 }
             }
@@ -1269,9 +1253,7 @@ DEVICE void fold_rows(float4& total, const float (&part)[4], float2 up, float2 d
 DEVICE float inverse_sum(float l) { return l == 0.0f ? 0.0f : __frcp_rn(l); }
 
 // Adding zero makes -0 and 0 one: they differ by who was masked.
-DEVICE float normalised(float value, float inverse) {
-    return __fmaf_rn(value, inverse, 0.0f);
-}
+DEVICE float normalised(float value, float inverse) { return __fmaf_rn(value, inverse, 0.0f); }
 
 // P of 16 keys as an A fragment, from the scores of two products and the maxima of rows g, g + 8.
 DEVICE uint4 weights_of(const float (&even)[4], const float (&odd)[4], const float (&m)[2]) {
@@ -1348,9 +1330,7 @@ struct Values {
             for (int i = 0; i < N / 2; i++) {
                 const unsigned bytes = __byte_perm(raw.word[i / 2] ^ 0x80808080u, 0x64646464u,
                                                    i % 2 ? 0x4342 : 0x4140);
-                const __half2 n = __hsub2(*reinterpret_cast<const __half2*>(&bytes), offset);
-                const __half2 x = __hmul2_rn(n, scales);
-                half2s[i] = *reinterpret_cast<const unsigned*>(&x);
+                half2s[i] = as_word(__hmul2_rn(__hsub2(as_half2(bytes), offset), scales));
             }
         }
     }
@@ -1677,8 +1657,7 @@ DEVICE void attention_tile(const Attention& work) {
                         x = at <= last ? __fmul_rn(x, work.scale) : -INFINITY;
                         largest[i] = fmaxf(largest[i], x);
                     }
-                for (int o = 1; o < 4; o *= 2)
-                    largest[i] = fmaxf(largest[i], __shfl_xor_sync(ALL_LANES, largest[i], o));
+                largest[i] = warp_max(largest[i], 4);
             }
         }
         if (t == 0)
@@ -1832,31 +1811,26 @@ DEVICE void attention_tile(const Attention& work) {
         let_successor_start();                                                                   \
         attention_tile<Q8, KW, VW, TILES, WARPS>(work);                                          \
     }
-#define ATTENTION(NAME, KW, VW, TILES, WARPS, BLOCKS)                                            \
-    ATTENTION_OF(f16_##NAME, false, KW, VW, TILES, WARPS, BLOCKS)                                \
-    ATTENTION_OF(q8_##NAME, true, KW, VW, TILES, WARPS, BLOCKS)
-ATTENTION(64, 64, 64, 1, 4, 4)
-ATTENTION(96, 96, 96, 1, 4, 4)
-ATTENTION(128, 128, 128, 1, 4, 4)
-ATTENTION(192, 192, 192, 1, 4, 3)
-ATTENTION(256, 256, 256, 1, 4, 3)
+// More warps for `few`: where each block has a multiprocessor for itself.
+#define ATTENTION(FORMAT, Q8, HD, BLOCKS)                                                        \
+    ATTENTION_OF(FORMAT##_##HD, Q8, HD, HD, 1, 4, BLOCKS)                                        \
+    ATTENTION_OF(FORMAT##_##HD##_few, Q8, HD, HD, 1, 8, 1)
+ATTENTION(f16, false, 64, 4) ATTENTION(q8, true, 64, 4)
+ATTENTION(f16, false, 80, 4)  // are no whole blocks of q8
+ATTENTION(f16, false, 96, 4) ATTENTION(q8, true, 96, 4)
+ATTENTION(f16, false, 128, 4) ATTENTION(q8, true, 128, 4)
+ATTENTION(f16, false, 192, 3) ATTENTION(q8, true, 192, 3)
+ATTENTION(f16, false, 256, 3) ATTENTION(q8, true, 256, 3)
 // Twice the rows for one reading of K and V: for tiles of a prompt.
-ATTENTION(64_wide, 64, 64, 2, 4, 2)
-ATTENTION(96_wide, 96, 96, 2, 4, 3)
-ATTENTION(128_wide, 128, 128, 2, 4, 4)
-// More warps, where each block has a multiprocessor for itself.
-ATTENTION(64_few, 64, 64, 1, 8, 1)
-ATTENTION(96_few, 96, 96, 1, 8, 1)
-ATTENTION(128_few, 128, 128, 1, 8, 1)
-ATTENTION(192_few, 192, 192, 1, 8, 1)
-ATTENTION(256_few, 256, 256, 1, 8, 1)
+#define ATTENTION_WIDE(FORMAT, Q8, HD, BLOCKS)                                                   \
+    ATTENTION_OF(FORMAT##_##HD##_wide, Q8, HD, HD, 2, 4, BLOCKS)
+ATTENTION_WIDE(f16, false, 64, 2) ATTENTION_WIDE(q8, true, 64, 2)
+ATTENTION_WIDE(f16, false, 80, 2)
+ATTENTION_WIDE(f16, false, 96, 3) ATTENTION_WIDE(q8, true, 96, 3)
+ATTENTION_WIDE(f16, false, 128, 4) ATTENTION_WIDE(q8, true, 128, 4)
 // Latent attention: K holds V.
-ATTENTION(320, 320, 256, 1, 8, 2)
-ATTENTION(576, 576, 512, 1, 8, 1)
-// 80 values are no whole blocks of q8.
-ATTENTION_OF(f16_80, false, 80, 80, 1, 4, 4)
-ATTENTION_OF(f16_80_wide, false, 80, 80, 2, 4, 2)
-ATTENTION_OF(f16_80_few, false, 80, 80, 1, 8, 1)
+ATTENTION_OF(f16_320, false, 320, 256, 1, 8, 2) ATTENTION_OF(q8_320, true, 320, 256, 1, 8, 2)
+ATTENTION_OF(f16_576, false, 576, 512, 1, 8, 1) ATTENTION_OF(q8_576, true, 576, 512, 1, 8, 1)
 
 // Four 8x8 matrices of f16, transposed: lane i has the address of row i % 8 of matrix i / 8.
 DEVICE void load_transposed(unsigned (&d)[4], const uint4* row) {
@@ -1974,8 +1948,7 @@ DEVICE void attention_prompt(const Attention& work) {
                         if ((page + 1) * PAGE > all_see + 1 && at > visible[i]) x = -INFINITY;
                         largest = fmaxf(largest, x);
                     }
-                for (int lanes = 1; lanes < 4; lanes *= 2)
-                    largest = fmaxf(largest, __shfl_xor_sync(ALL_LANES, largest, lanes));
+                largest = warp_max(largest, 4);
                 factor[i] = rescale_factor(m[i], largest);
                 m[i] = largest;
                 base[i] = largest == -INFINITY ? 0.0f : largest;
@@ -2083,9 +2056,7 @@ attention_merge(const float* part_values, const float2* part_states, uint4* out,
 // Loading: blocks as they lie in a GGUF file -> packed tiles
 // ---------------------------------------------------------------------------------------------
 
-DEVICE float f16_at(const uint8_t* p) {
-    return __half2float(*reinterpret_cast<const __half*>(p));
-}
+DEVICE float f16_at(const uint8_t* p) { return __half2float(*reinterpret_cast<const __half*>(p)); }
 
 __device__ const uint4 PADDING[16] = {};  // a block of zeros
 
@@ -2651,8 +2622,7 @@ struct Sampler {
 // their weights relative to it.
 // PRECOND: grid (slices / 4, rows), block SLICE_THREADS; of the others: grid (any, rows), block
 // SAMPLE_THREADS. n_vocab <= 2^20, no two active rows share a slot.
-KERNEL __launch_bounds__(SLICE_THREADS)
-sample_slices(const Sampler s) {
+KERNEL __launch_bounds__(SLICE_THREADS) sample_slices(const Sampler s) {
     follow_predecessor();
     const int slice = (SLICE_THREADS * blockIdx.x + threadIdx.x) / 32;
     const int first = SLICE * slice + 4 * (threadIdx.x % 32);
@@ -2707,8 +2677,7 @@ DEVICE uint64_t top_p_limit(uint32_t top_p, uint64_t kept) {    // ceil(top_p * 
 // Second launch, for rows with top_k or top_p: a bin in which the filters end, with so few tokens
 // that a list can hold them. One histogram of the row tells, but for more equal logits than that
 // and for top_p after a top_k of thousands: there one block goes on with finer bins.
-KERNEL __launch_bounds__(SAMPLE_THREADS, 2)
-sample_cut(const Sampler s) {
+KERNEL __launch_bounds__(SAMPLE_THREADS, 2) sample_cut(const Sampler s) {
     follow_predecessor();
     const SampleRow& row = s.row();
     SampleState& state = s.state();
@@ -2828,8 +2797,7 @@ __device__ uint64_t sample_listed(const Sampler& s, float top) {
 // Last launch. Thread 0 of a block holds the result: of the first, or, if there is noise, of the
 // last to end. Bytes: 4 n_vocab, 12 with adjustments, in each launch that reads the row: in the
 // first, in the second with top_k or top_p, in this one if there is noise.
-KERNEL __launch_bounds__(SAMPLE_THREADS, 2)
-sample(const Sampler s) {
+KERNEL __launch_bounds__(SAMPLE_THREADS, 2) sample(const Sampler s) {
     follow_predecessor();
     const SampleRow& row = s.row();
     const uint64_t top_key = s.state().top;
@@ -3071,8 +3039,7 @@ linear_experts_8(const __grid_constant__ LinearExperts work) {
 
 // The same with items of <= 32 tokens, and 128 columns a block: x comes from L2 for each of them.
 // PRECOND: grid (sum of blocks, items), 256 threads.
-KERNEL __launch_bounds__(256, 3)
-linear_experts_some(const __grid_constant__ LinearExperts work) {
+KERNEL __launch_bounds__(256, 3) linear_experts_some(const __grid_constant__ LinearExperts work) {
     extern __shared__ __align__(128) uint8_t shared[];
     wait_for_predecessor();
     with_item<32>(work, [&](auto format, const Product& product, const Place& place, auto rows) {
@@ -3346,13 +3313,9 @@ DEVICE void delta_rule(const DeltaNet& work) {
     }
 }
 KERNEL __launch_bounds__(32 * DELTA_WARPS, 7)
-    delta_rule_decode(const __grid_constant__ DeltaNet work) {
-    delta_rule<false>(work);
-}
+delta_rule_decode(const __grid_constant__ DeltaNet work) { delta_rule<false>(work); }
 KERNEL __launch_bounds__(32 * DELTA_WARPS, 4)
-    delta_rule_prompt(const __grid_constant__ DeltaNet work) {
-    delta_rule<true>(work);
-}
+delta_rule_prompt(const __grid_constant__ DeltaNet work) { delta_rule<true>(work); }
 
 // x[r] = rmsnorm of each head of o, times norm and silu(z): o f32 [rows, cols], z in rows of u that
 // are u_stride long -> x f16 [rows, stride], scale.

@@ -75,7 +75,10 @@ DEVICE float row_scale_factor(float largest) {
 // f16 pairs: operands of the tensor core are 32-bit words.
 DEVICE __half2 as_half2(unsigned word) { return *reinterpret_cast<const __half2*>(&word); }
 DEVICE unsigned as_word(__half2 pair) { return *reinterpret_cast<const unsigned*>(&pair); }
-DEVICE unsigned half2_bits(float low, float high) { return as_word(__floats2half2_rn(low, high)); }
+DEVICE unsigned half2_bits(float low, float high) {
+    return __half_as_ushort(__float2half_rn(low)) |
+           unsigned(__half_as_ushort(__float2half_rn(high))) << 16;
+}
 
 // Relative error 1e-6; 0 for large negative x, where the exponential overflows.
 DEVICE float times_sigmoid(float x, float gate) { return __fdividef(x, 1.0f + __expf(-gate)); }
@@ -519,8 +522,7 @@ DEVICE void linear_few(const Product& product, const Place& place, const Rows& r
     unsigned words[AHEAD][P::WORDS], scales[P::SCALE_WORDS], next_scales[P::SCALE_WORDS];
     unsigned b[TOKENS_AHEAD][TOKEN_TILES][2][4];
     const auto load_ahead = [&](const uint8_t* tile, int part, int c) {
-        if (exists(part, c))
-            load_chunk<FORMAT>(tile, part, c, lane, words[c % AHEAD]);
+        if (exists(part, c)) load_chunk<FORMAT>(tile, part, c, lane, words[c % AHEAD]);
     };
     const auto load_tokens = [&](int part, int c) {
         if (!exists(part, c)) return;
@@ -1289,7 +1291,7 @@ struct TokenRows {
     }
 };
 
-// Where a thread starts to read in the K or V block of a page: at value d of a token.
+// Where a thread starts to read K or V: in the block of a page at value d of a token.
 struct KvPlace {
     const char* values;
     const __half* scales;
@@ -1311,13 +1313,10 @@ struct Values {
     Words raw;
     __half scale;
 
-    DEVICE void load(const void* values, const __half* its_scale) {
-        raw = *reinterpret_cast<const Words*>(values);
-        if constexpr (Q8) scale = *its_scale;
-    }
     // `offset` in values is a multiple of Q8_BLOCK and known when compiled.
-    DEVICE void load(const KvPlace& place, int offset) {
-        load(place.values + offset * (Q8 ? 1 : 2), place.scales + offset / Q8_BLOCK);
+    DEVICE void load(const KvPlace& place, int offset = 0) {
+        raw = *reinterpret_cast<const Words*>(place.values + offset * (Q8 ? 1 : 2));
+        if constexpr (Q8) scale = place.scales[offset / Q8_BLOCK];
     }
 
     DEVICE void expand(unsigned (&half2s)[N / 2]) const {
@@ -1381,7 +1380,6 @@ DEVICE void attention_tile(const Attention& work) {
     constexpr bool LATENT = VW < KW;
     constexpr int PAGE_WARPS = WARPS / SEGMENT_PAGES;    // that share the scores of a page
     constexpr int KEYS = PAGE / PAGE_WARPS;              // whose scores a warp computes
-    constexpr bool FEW = !LATENT && WARPS > SEGMENT_PAGES;  // blocks
     constexpr int COLUMNS = VW <= 32 * WARPS ? 32 : 64;  // of the values, per warp
     constexpr int NEIGHBOURS = COLUMNS / 8;              // columns whose V a thread loads
     constexpr int STEPS = PAGE / 16;                     // mma steps over the keys of a page
@@ -1419,7 +1417,7 @@ DEVICE void attention_tile(const Attention& work) {
     };
     Shared& shared = shared_memory<Shared, STAGED>();
     auto& [queries, weights, warp_largest, place, visible, totals, softmaxes] = shared;
-    uint8_t* ring = reinterpret_cast<uint8_t*>(&shared + 1);
+    char* ring = reinterpret_cast<char*>(&shared + 1);
     float4 own_total[TILES * NEIGHBOURS];
     Softmax own_softmax[2 * TILES];
     const auto total = [&](int r, int n) -> float4& {
@@ -1429,8 +1427,7 @@ DEVICE void attention_tile(const Attention& work) {
     const auto softmax = [&](int i) -> Softmax& {
         return ROOM ? softmaxes[i][threadIdx.x] : own_softmax[i];
     };
-    for (int n = 0; n < TILES * NEIGHBOURS; n++)
-        total(n / NEIGHBOURS, n % NEIGHBOURS) = make_float4(0, 0, 0, 0);
+    for (int n = 0; n < TILES * NEIGHBOURS; n++) total(n / NEIGHBOURS, n % NEIGHBOURS) = {};
     for (int i = 0; i < 2 * TILES; i++) softmax(i) = {-INFINITY, 0.0f};
 
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
@@ -1503,7 +1500,7 @@ DEVICE void attention_tile(const Attention& work) {
             if (position + tokens > end) return false;
             const int64_t number = __shfl_sync(ALL_LANES, far_pages, page);
             const char* block = layer + number * work.n_kv_heads * HEAD_BYTES;
-            if (values && !LATENT) block += BLOCK_BYTES;
+            if (values) block += BLOCK_BYTES;
             const char* from = block + (token * KW + d) * SIZE;
             const unsigned to = __cvta_generic_to_shared(slot_at(far_slot));
             const int last = last_position - position;
@@ -1524,11 +1521,11 @@ DEVICE void attention_tile(const Attention& work) {
     const auto take_round = [&] {
         asm volatile("cp.async.wait_group %0;" ::"n"(RING - 1) : "memory");
         __syncwarp();
-        const uint8_t* slot = slot_at(slot_now);
+        const char* slot = slot_at(slot_now);
         slot_now = (slot_now + 1) % RING;
         return slot;
     };
-    const auto scale_in = [&](const uint8_t* slot, int token, int d) {
+    const auto scale_in = [&](const char* slot, int token, int d) {
         return reinterpret_cast<const __half*>(slot + SCALES_AT) + token * SCALES + d / Q8_BLOCK;
     };
     // Where in a round this thread finds its values of K's pieces and of V.
@@ -1539,7 +1536,7 @@ DEVICE void attention_tile(const Attention& work) {
     // K and V of steps before are there: rope_angles lets what follows start when they are. What
     // has no room in the ring, or gets this step's token, comes as far as the L2 cache.
     if (STAGED) enter_far_segment();
-    if (FEW && far_round < far_end) {
+    if (STAGED && PAGE_WARPS > 1 && far_round < far_end) {
         const int pages = min(SEGMENT_PAGES, tile_pages - SEGMENT_PAGES * int(blockIdx.z));
         for (int i = lane; has_columns && i < pages * PAGE; i += 32) {
             const int64_t page = __shfl_sync(ALL_LANES, far_pages, i / PAGE);
@@ -1563,8 +1560,7 @@ DEVICE void attention_tile(const Attention& work) {
         for (int n = 0; n < 2 * SHARE; n++) {
             const int at = warp + n / 2 * WARPS, i = at % PIECES;
             const int row = at / PIECES * 16 + g + n % 2 * 8;
-            if (at < TILES * PIECES && visible[row] >= 0 &&
-                (KW % 32 == 0 || 32 * i + 8 * t < KW))
+            if (at < TILES * PIECES && visible[row] >= 0 && (KW % 32 == 0 || 32 * i + 8 * t < KW))
                 query[n / 2][n % 2] = *reinterpret_cast<const uint4*>(
                     work.q + int64_t(place[row]) * KW + 32 * i + 8 * t);
         }
@@ -1598,55 +1594,53 @@ DEVICE void attention_tile(const Attention& work) {
             }
         };
         const auto token_of = [](int n) { return 16 * (n / 2) + 2 * (n % 2); };
-        if (STAGED && page_of_warp < here) {
-            Key key[STEPS][LINE];
-#pragma unroll 1
-            for (int half = 0; half < KEYS / 32; half++) {
-#pragma unroll 1
-                for (int i = 0; i < PIECES; i += LINE) {
-                    const uint8_t* slot = take_round();
-                    for (int n = 0; n < STEPS; n++)
-                        for (int piece = 0; piece < LINE; piece++)
-                            key[n][piece].load(
-                                slot + key_at[piece] + KeyRows::at(token_of(n), 0),
-                                scale_in(slot, own_key + token_of(n), 32 * (i + piece)));
-                    __syncwarp();
-                    fetch_round(NO_END);
-                    for (int n = 0; n < STEPS; n++)
-                        for (int piece = 0; piece < LINE; piece++)
-                            add_scores(n, i + piece, key[n][piece]);
-                }
-                // The halves change places: after two they are in order.
-                for (int i = 0; i < STEPS * 4 && KEYS > 32; i++) {
-                    float &now = score[0][i / 4][i % 4], x = now;
-                    float& other = score[0][(STEPS + i / 4) % (KEYS / 8)][i % 4];
-                    now = other, other = x;
-                }
-            }
-        }
-        if (!STAGED && page_of_warp < here) {
-            Key key[STEPS][LINE];
-            KvPlace from = kv_place<Q8, KW>(keys_of(first_page + page_of_warp),
-                                            first_key + own_key, 8 * t);
-            auto fetch_key = [&](int n, int piece, const KvPlace& from) {
-                key[n][piece].load(from, token_of(n) * KW + 32 * piece);
-            };
-            for (int n = 0; n < STEPS; n++)
-                for (int piece = 0; piece < LINE; piece++) fetch_key(n, piece, from);
-            for (int half = 0; half < KEYS / 32; half++)
-#pragma unroll 1
-                for (int i = 0; i < PIECES; i += LINE) {
-                    const int ahead = i + LINE < PIECES ? 32 * LINE : 32 * KW - i * 32;
-                    from = {from.values + ahead * SIZE, from.scales + ahead / 32};
-                    for (int n = 0; n < STEPS; n++)
-                        for (int piece = 0; piece < LINE; piece++) {
-                            add_scores(STEPS * half + n, i + piece, key[n][piece]);
-                            if (half + 1 < KEYS / 32 || i + LINE < PIECES)
-                                fetch_key(n, piece, from);
-                        }
-                }
-        }
         if (page_of_warp < here) {
+            Key key[STEPS][LINE];
+            if constexpr (STAGED) {
+#pragma unroll 1
+                for (int half = 0; half < KEYS / 32; half++) {
+#pragma unroll 1
+                    for (int i = 0; i < PIECES; i += LINE) {
+                        const char* slot = take_round();
+                        for (int n = 0; n < STEPS; n++)
+                            for (int piece = 0; piece < LINE; piece++)
+                                key[n][piece].load(
+                                    {slot + key_at[piece] + KeyRows::at(token_of(n), 0),
+                                     scale_in(slot, own_key + token_of(n), 32 * (i + piece))});
+                        __syncwarp();
+                        fetch_round(NO_END);
+                        for (int n = 0; n < STEPS; n++)
+                            for (int piece = 0; piece < LINE; piece++)
+                                add_scores(n, i + piece, key[n][piece]);
+                    }
+                    // The halves change places: after two they are in order.
+                    for (int i = 0; i < STEPS * 4 && KEYS > 32; i++) {
+                        float &now = score[0][i / 4][i % 4], x = now;
+                        float& other = score[0][(STEPS + i / 4) % (KEYS / 8)][i % 4];
+                        now = other, other = x;
+                    }
+                }
+            } else {
+                KvPlace from = kv_place<Q8, KW>(keys_of(first_page + page_of_warp),
+                                                first_key + own_key, 8 * t);
+                auto fetch_key = [&](int n, int piece, const KvPlace& from) {
+                    key[n][piece].load(from, token_of(n) * KW + 32 * piece);
+                };
+                for (int n = 0; n < STEPS; n++)
+                    for (int piece = 0; piece < LINE; piece++) fetch_key(n, piece, from);
+                for (int half = 0; half < KEYS / 32; half++)
+#pragma unroll 1
+                    for (int i = 0; i < PIECES; i += LINE) {
+                        const int ahead = i + LINE < PIECES ? 32 * LINE : 32 * KW - i * 32;
+                        from = {from.values + ahead * SIZE, from.scales + ahead / 32};
+                        for (int n = 0; n < STEPS; n++)
+                            for (int piece = 0; piece < LINE; piece++) {
+                                add_scores(STEPS * half + n, i + piece, key[n][piece]);
+                                if (half + 1 < KEYS / 32 || i + LINE < PIECES)
+                                    fetch_key(n, piece, from);
+                            }
+                    }
+            }
             const int position = (first_page + page_of_warp) * PAGE + first_key + 4 * t;
             for (int i = 0; i < 2 * TILES; i++) {
                 const int last = visible[g + 8 * i];
@@ -1730,11 +1724,11 @@ DEVICE void attention_tile(const Attention& work) {
                 const int steps = (last_position - (first_page + page) * PAGE) / 16 + 1;
 #pragma unroll 1
                 for (int round = 0; round < PAGE_ROUNDS; round++) {
-                    const uint8_t* slot = take_round();
+                    const char* slot = take_round();
                     for (int i = 0; i < 4 * ROUND_STEPS; i++) {
                         const int token = 16 * (i / 4) + i % 4;
-                        value[i / 4][i % 4].load(slot + value_at + ValueRows::at(token, 0),
-                                                 scale_in(slot, token + 4 * t, column));
+                        value[i / 4][i % 4].load({slot + value_at + ValueRows::at(token, 0),
+                                                  scale_in(slot, token + 4 * t, column)});
                     }
                     __syncwarp();
                     fetch_round(NO_END);

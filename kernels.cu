@@ -47,8 +47,7 @@ struct alignas(8) Int {
 };
 
 // Butterfly: every lane ends with the same result, whose order is the same whatever the grid.
-template <class T, class Op>
-DEVICE T warp_all(T x, Op op, int lanes = 32) {
+template <class T, class Op> DEVICE T warp_all(T x, Op op, int lanes = 32) {
     for (int o = lanes / 2; o > 0; o >>= 1) x = op(x, __shfl_xor_sync(ALL_LANES, x, o));
     return x;
 }
@@ -151,8 +150,7 @@ DEVICE int chunks_of(int cols) { return (cols + 127) / 128 * 2; }
 DEVICE int parts_of(int chunks) { return (chunks + PART_CHUNKS - 1) / PART_CHUNKS; }
 DEVICE int tiles_of(int rows) { return (rows + TILE_ROWS - 1) / TILE_ROWS; }
 
-template <int FORMAT>
-struct Packed {
+template <int FORMAT> struct Packed {
     static constexpr FormatSizes SIZE = SIZES[FORMAT];
     static constexpr bool K_SCALES = FORMAT == Q4_K || FORMAT == Q5_K;
     static constexpr bool WHOLE_PARTS = SIZE.block_values == PART_CHUNKS * CHUNK;
@@ -174,8 +172,7 @@ struct Packed {
 DEVICE int first_k(int chunk, int t) { return chunk / 2 * 128 + 32 * t + chunk % 2 * 16; }
 
 // A constant as an argument.
-template <int N>
-struct Is {
+template <int N> struct Is {
     constexpr DEVICE operator int() const { return N; }
 };
 
@@ -192,22 +189,33 @@ DEVICE unsigned piece_at(unsigned token, unsigned k, unsigned chunks) {
 }
 
 // Calls body(Is<FORMAT>) for a packed format that is known at run time.
-template <int FORMAT = 0, typename Body>
-DEVICE void with_format(int format, Body body) {
+template <int FORMAT = 0, typename Body> DEVICE void with_format(int format, Body body) {
     if (format == FORMAT) body(Is<FORMAT>());
     else if constexpr (FORMAT < F16) with_format<FORMAT + 1>(format, body);
 }
 
 DEVICE unsigned fma2(unsigned a, unsigned b, unsigned c) {
-    return as_word(__hfma2(as_half2(a), as_half2(b), as_half2(c)));
+    unsigned d;
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+    return d;
 }
 DEVICE unsigned mul2(unsigned a, unsigned b) { return fma2(a, b, HALF2_M0); }
 DEVICE unsigned add2(unsigned a, unsigned b) {
-    return as_word(__hadd2_rn(as_half2(a), as_half2(b)));
+    unsigned d;
+    asm("add.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+    return d;
 }
 // Not __byte_perm: these become operand selectors of the products that follow, and cost nothing.
-DEVICE unsigned both_low(unsigned x) { return as_word(__low2half2(as_half2(x))); }
-DEVICE unsigned both_high(unsigned x) { return as_word(__high2half2(as_half2(x))); }
+DEVICE unsigned both_low(unsigned x) {
+    unsigned d;
+    asm("{.reg .f16 a, b; mov.b32 {a, b}, %1; mov.b32 %0, {a, a};}" : "=r"(d) : "r"(x));
+    return d;
+}
+DEVICE unsigned both_high(unsigned x) {
+    unsigned d;
+    asm("{.reg .f16 a, b; mov.b32 {a, b}, %1; mov.b32 %0, {b, b};}" : "=r"(d) : "r"(x));
+    return d;
+}
 // x & mask | bits in one instruction: the compiler makes two of it.
 DEVICE unsigned and_or(unsigned x, unsigned mask, unsigned bits) {
     unsigned d;
@@ -238,8 +246,7 @@ LOAD(load_shared, unsigned, "r", "ld.shared")
 #undef LOAD
 
 // Calls visit(Is<N>, byte, word) for each N words of a lane that lie together in a packed chunk.
-template <int FORMAT, typename Visit>
-DEVICE void for_pieces(int lane, Visit visit) {
+template <int FORMAT, typename Visit> DEVICE void for_pieces(int lane, Visit visit) {
     constexpr int WORDS = Packed<FORMAT>::WORDS, REST = WORDS % 4;
     for (int i = 0; i < WORDS / 4; i++) visit(Is<4>(), 512 * i + 16 * lane, 4 * i);
     if constexpr (REST > 0) visit(Is<REST>(), WORDS / 4 * 512 + 4 * REST * lane, WORDS - REST);
@@ -489,8 +496,7 @@ DEVICE void store_totals(const Product& product, const Place& place, const Rows&
 // ---- few rows: the warps of a block share the chains of a tile ---------------------------------
 
 constexpr int FEW_STRIDE = 20;  // floats of a token's 16 sums in shared memory: no bank conflicts
-template <int TOKENS>
-constexpr int FEW_SUMS = CHAINS * TOKENS * FEW_STRIDE;
+template <int TOKENS> constexpr int FEW_SUMS = CHAINS * TOKENS * FEW_STRIDE;
 
 // The tiles place.index, place.index + place.blocks, ... of a row block. The loads of a warp run
 // ahead of its products by one part, across tiles too.
@@ -616,8 +622,7 @@ DEVICE void linear_few(const Product& product, const Place& place, const Rows& r
     }
 }
 
-template <int TOKEN_TILES, int BLOCKS>
-DEVICE void linear_tiles(const Linear& work) {
+template <int TOKEN_TILES, int BLOCKS> DEVICE void linear_tiles(const Linear& work) {
     __shared__ float sums[2][FEW_SUMS<8 * TOKEN_TILES>];
     let_successor_start();
     const Place place = place_in(work.stack, blockIdx.x);
@@ -630,25 +635,21 @@ DEVICE void linear_tiles(const Linear& work) {
 // PRECOND: grid (sum of blocks), 256 threads; x padded with zeros to CHUNK * chunks columns.
 // A block holds 16 columns at a time; thread 16 i + r ends with row i, column r of them.
 // Moves the weights once, x once per multiprocessor, 4 bytes per element of y.
-KERNEL __launch_bounds__(32 * CHAINS, 2) linear_few_8(const __grid_constant__ Linear work) {
-    linear_tiles<1, 2>(work);
-}
+KERNEL __launch_bounds__(32 * CHAINS, 2)
+linear_few_8(const __grid_constant__ Linear work) { linear_tiles<1, 2>(work); }
 
 // The same with three blocks on a multiprocessor that load less in advance. 8B on an H200, 1 row:
 // q|k|v with 384 tiles 6.6 us instead of 7.5; down with 256 tiles 13 us instead of 11.
-KERNEL __launch_bounds__(32 * CHAINS, 3) linear_few_8_three(const __grid_constant__ Linear work) {
-    linear_tiles<1, 3>(work);
-}
+KERNEL __launch_bounds__(32 * CHAINS, 3)
+linear_few_8_three(const __grid_constant__ Linear work) { linear_tiles<1, 3>(work); }
 
 // The same for rows <= 16.
-KERNEL __launch_bounds__(32 * CHAINS, 2) linear_few_16(const __grid_constant__ Linear work) {
-    linear_tiles<2, 2>(work);
-}
+KERNEL __launch_bounds__(32 * CHAINS, 2)
+linear_few_16(const __grid_constant__ Linear work) { linear_tiles<2, 2>(work); }
 
 // ---- more rows: tokens and weights wait in a ring in shared memory ------------------------------
 
-template <int BYTES>
-DEVICE void copy_async(unsigned to, const void* from) {
+template <int BYTES> DEVICE void copy_async(unsigned to, const void* from) {
     if constexpr (BYTES == 16)
         asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from));
     else
@@ -826,8 +827,7 @@ DEVICE void linear_staged(const Product& product, const Place& place, const Rows
     store_totals(product, place, rows, tile * TILE_ROWS + g, first_token + 2 * t, total);
 }
 
-template <int ROWS, int... SHAPE>
-DEVICE void linear_block(const Linear& work) {
+template <int ROWS, int... SHAPE> DEVICE void linear_block(const Linear& work) {
     extern __shared__ __align__(128) uint8_t shared[];
     // The successor starts when these blocks end: it would take room from those that still wait.
     wait_for_predecessor();
@@ -952,10 +952,8 @@ __device__ float2 block_sum_and_largest(float sum, float largest) {
 // Four neighbouring values.
 DEVICE float4 load4(const float* p) { return *reinterpret_cast<const float4*>(p); }
 DEVICE float4 load4_if(bool real, const float* p) { return real ? load4(p) : float4{}; }
-DEVICE float4 operator*(float4 a, float4 b) {
-    return make_float4(a.x * b.x, a.y * b.y, a.z * b.z, a.w * b.w);
-}
-DEVICE float4 operator*(float4 a, float b) { return a * make_float4(b, b, b, b); }
+DEVICE float4 operator*(float4 a, float4 b) { return {a.x * b.x, a.y * b.y, a.z * b.z, a.w * b.w}; }
+DEVICE float4 operator*(float4 a, float b) { return a * float4{b, b, b, b}; }
 DEVICE float squares(float4 x) { return (x.x * x.x + x.y * x.y) + (x.z * x.z + x.w * x.w); }
 DEVICE float largest_of(float4 x) {
     return fmaxf(fmaxf(fabsf(x.x), fabsf(x.y)), fmaxf(fabsf(x.z), fabsf(x.w)));
@@ -964,8 +962,7 @@ DEVICE float largest_of(float4 x) {
 // A row that a block goes over twice; values(i) gives those at i .. i + 3 as float4, zeros from
 // cols on. A thread holds its first ones in registers; those of a very long row it computes again.
 constexpr int HELD = 3;
-template <typename Values>
-struct Row {
+template <typename Values> struct Row {
     Values values;
     float4 held[HELD];
     float largest = 0.0f;  // |value| of this thread
@@ -975,8 +972,7 @@ struct Row {
         each(cols, [&](int, float4 x) { largest = fmaxf(largest, largest_of(x)); });
     }
     // visit(i, values at i) for i < end.
-    template <typename Visit>
-    DEVICE void each(int end, Visit visit) {
+    template <typename Visit> DEVICE void each(int end, Visit visit) {
         int i = 4 * threadIdx.x;
         for (int n = 0; n < HELD; n++, i += 4 * blockDim.x)
             if (i < end) visit(i, held[n]);
@@ -1233,8 +1229,7 @@ struct Softmax {
     float m, l;  // -inf and 0 at first
     DEVICE float2 fold(float part_m, float part_l) {
         const float largest = fmaxf(m, part_m);
-        const float2 factors =
-            make_float2(rescale_factor(m, largest), rescale_factor(part_m, largest));
+        const float2 factors = {rescale_factor(m, largest), rescale_factor(part_m, largest)};
         m = largest;
         l = __fmaf_rn(part_l, factors.y, __fmul_rn(l, factors.x));
         return factors;
@@ -1268,8 +1263,7 @@ DEVICE uint4 weights_of(const float (&even)[4], const float (&odd)[4], const flo
 
 // Rows of BYTES of K or V, of consecutive tokens, as they lie in shared memory: so that those that
 // lanes read at once, of K for the slots of a product and of V for those of keys, meet all banks.
-template <int BYTES, bool KEY>
-struct TokenRows {
+template <int BYTES, bool KEY> struct TokenRows {
     static DEVICE int at(int token, int chunk) {  // of 16 bytes
         const int row = KEY ? (token & ~6) | (token & 2) << 1 | (token & 4) >> 1
                             : (token & ~15) | (token & 3) << 2 | (token >> 2 & 3);
@@ -1297,8 +1291,7 @@ struct KvPlace {
     const __half* scales;
 };
 
-template <bool Q8, int HD>
-DEVICE KvPlace kv_place(const char* block, int token, int d) {
+template <bool Q8, int HD> DEVICE KvPlace kv_place(const char* block, int token, int d) {
     const int at = token * HD + d;
     return {block + at * (Q8 ? 1 : 2),
             reinterpret_cast<const __half*>(block + PAGE * HD) + at / Q8_BLOCK};
@@ -1306,8 +1299,7 @@ DEVICE KvPlace kv_place(const char* block, int token, int d) {
 
 // N (4 or 8) neighbouring values of one token as they lie in a page, expanded to f16 when needed,
 // so that waiting for memory overlaps with other work.
-template <bool Q8, int N>
-struct Values {
+template <bool Q8, int N> struct Values {
     static constexpr int WORDS = Q8 ? N / 4 : N / 2;
     struct alignas(4 * WORDS) Words { unsigned word[WORDS]; };
     Words raw;
@@ -1353,8 +1345,7 @@ struct Attention {
 };
 
 // Where a block's struct T lies: at the start of what a launch asks for, or in memory of its own.
-template <class T, bool DYNAMIC>
-DEVICE T& shared_memory() {
+template <class T, bool DYNAMIC> DEVICE T& shared_memory() {
     if constexpr (DYNAMIC) {
         extern __shared__ __align__(128) uint8_t shared[];
         return *reinterpret_cast<T*>(shared);
@@ -1840,8 +1831,7 @@ DEVICE void load_transposed(unsigned (&d)[4], const uint4* row) {
 // holds spans, 6 numbers each; span_rows of a block <= 64 H_kv / H. Shared memory: totals f32
 // [HD / 8][128][4], two f16 [KEYS][HD].
 // Reads K and V once per block; lane (g, t) holds rows g, g + 8 of a product.
-template <int HD>
-DEVICE void attention_prompt(const Attention& work) {
+template <int HD> DEVICE void attention_prompt(const Attention& work) {
     constexpr int THREADS = 32 * ATTENTION_WARPS, CHUNKS = HD / 8;  // of 16 bytes, of a key
     constexpr int KEYS = HD <= 128 ? 64 : 32, PARTS = PAGE / KEYS, BUFFER = KEYS * CHUNKS;
     constexpr int BLOCK_BYTES = kv_block_bytes(KV_F16, HD);
@@ -1992,10 +1982,7 @@ DEVICE void attention_prompt(const Attention& work) {
     attention_f16_##HD##_prompt(const __grid_constant__ Attention work) {                        \
         attention_prompt<HD>(work);                                                              \
     }
-ATTENTION_PROMPT(64)
-ATTENTION_PROMPT(96)
-ATTENTION_PROMPT(128)
-ATTENTION_PROMPT(256)
+ATTENTION_PROMPT(64) ATTENTION_PROMPT(96) ATTENTION_PROMPT(128) ATTENTION_PROMPT(256)
 
 // Folds the stored segments of each row and head in index order: -> out f16 [rows H / row_heads,
 // stride].
@@ -2020,8 +2007,7 @@ attention_merge(const float* part_values, const float2* part_states, uint4* out,
     const auto fetch = [&](int start) {
         const int64_t at = first + start;
         // Lane i of every warp holds the state of segment i.
-        next_state = start + lane < n_segments ? part_states[at + lane]
-                                               : make_float2(-INFINITY, 0.0f);
+        next_state = start + lane < n_segments ? part_states[at + lane] : float2{-INFINITY, 0.0f};
         for (int i = 0; i < BATCH; i++)
             next[i] = start + i < n_segments ? part_values[(at + i) * value_dim + column] : 0.0f;
     };
@@ -2055,8 +2041,7 @@ DEVICE float f16_at(const uint8_t* p) { return __half2float(*reinterpret_cast<co
 __device__ const uint4 PADDING[16] = {};  // a block of zeros
 
 // A row as it lies in the file; padding is all zeros.
-template <int SOURCE>
-struct SourceRow {
+template <int SOURCE> struct SourceRow {
     static constexpr int VALUES = SIZES[SOURCE].block_values, BYTES = SIZES[SOURCE].block_bytes;
     static constexpr bool FLOATS = VALUES == 1;
     const uint8_t* data;
@@ -2441,8 +2426,7 @@ DEVICE uint64_t sample_key(float logit, int id) {
 DEVICE float logit_of_key(uint64_t key) { return float_of_rank(uint32_t(key >> 32)); }
 DEVICE int id_of_key(uint64_t key) { return int(~uint32_t(key)); }
 
-template <class T>
-DEVICE T larger(T a, T b) { return a > b ? a : b; }
+template <class T> DEVICE T larger(T a, T b) { return a > b ? a : b; }
 DEVICE uint64_t plus(uint64_t a, uint64_t b) { return a + b; }
 
 // True in the last of `blocks` blocks to call this: it sees what the others wrote. `arrived` is
@@ -2460,8 +2444,7 @@ __device__ bool last_to_arrive(unsigned& arrived, unsigned blocks) {
 }
 
 // Every thread gets op over the x of its block; op is exact and commutative.
-template <class T, class Op>
-DEVICE T block_all(T x, Op op) {
+template <class T, class Op> DEVICE T block_all(T x, Op op) {
     __shared__ T partial[SAMPLE_WARPS];
     x = warp_all(x, op);
     __syncthreads();                        // an earlier result has been read by all
@@ -2579,8 +2562,7 @@ struct Sampler {
     }
 
     // Calls visit(id, logit[4]) for this thread's tokens, if the row is read by `blocks` blocks.
-    template <class Visit>
-    DEVICE void visit(int block, int blocks, Visit visit) const {
+    template <class Visit> DEVICE void visit(int block, int blocks, Visit visit) const {
         for (int id = 4 * (SAMPLE_THREADS * block + threadIdx.x); id < n_vocab;
              id += 4 * SAMPLE_THREADS * blocks) {
             float l[4];
@@ -2997,8 +2979,7 @@ struct LinearExperts {
 };
 
 // Calls body(Is<FORMAT>, product, place, rows) for the item blockIdx.y, if it has tokens.
-template <int TOKENS, typename Body>
-DEVICE void with_item(const LinearExperts& work, Body body) {
+template <int TOKENS, typename Body> DEVICE void with_item(const LinearExperts& work, Body body) {
     Product product = work.linear.product;
     const int head = blockIdx.y % work.heads, token = blockIdx.y / work.heads * TOKENS;
     int4 item = {head, token * work.heads + head, min(TOKENS, product.rows / work.heads - token),
@@ -3190,8 +3171,7 @@ DEVICE void enter_state(float (&s)[DELTA_VALUES], const float (&k)[DELTA_VALUES]
 // S is in registers; it is read once and stored at most once. The last span comes first: prompts
 // stand there, and take longest. State and records are those of earlier steps: they are on their
 // way before the wait.
-template <bool PROMPT>
-DEVICE void delta_rule(const DeltaNet& work) {
+template <bool PROMPT> DEVICE void delta_rule(const DeltaNet& work) {
     let_successor_start();
     constexpr int AHEAD = PROMPT ? 16 : 8;  // tokens that wait in shared memory, twice
     __shared__ __align__(16) DeltaToken ring[2][AHEAD];

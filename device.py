@@ -972,10 +972,9 @@ class Device:
 
         # Attention starts early whatever the number of rows: rope_kv before it leaves room.
         def launch(kind, grid, threads, tiles, span_rows=0, smem=0):
-            self.launch(f"attention_{kv.format}_{dim}{kind}", grid, threads,
-                        (q, out, *parts, kv.data, batch.page_table, tiles, layer, kv.n_pages,
-                         max_pages, segments, heads, cfg.n_kv_heads, out.shape[1], scale,
-                         span_rows), smem, early=True)
+            self.launch(f"attention_{kv.format}_{dim}{kind}", grid, threads, (
+                q, out, *parts, kv.data, batch.page_table, tiles, layer, kv.n_pages, max_pages,
+                segments, heads, cfg.n_kv_heads, out.shape[1], scale, span_rows), smem, early=True)
 
         staged = not wide and not cfg.latent
         few = staged and busy * shares * splits <= self.multiprocessors

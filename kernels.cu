@@ -139,12 +139,11 @@ constexpr int PART_CHUNKS = 4;
 constexpr int CHAINS = 8;  // as many as a block of few rows has warps
 
 // f16 pairs
-constexpr unsigned HALF2_M0 = 0x80008000, HALF2_2 = 0x40004000,
-                   HALF2_M1 = 0xbc00bc00, HALF2_M2_M4 = 0xac00ac00, HALF2_15_16 = 0x3b803b80,
-                   HALF2_31_16 = 0x3fc03fc0, HALF2_2_M4 = 0x2c002c00, HALF2_M2_M17 = 0x80808080,
-                   HALF2_M2_M19 = 0x80208020, HALF2_M2_M21 = 0x80088008, HALF2_M64 = 0xd400d400,
-                   HALF2_1024 = 0x64006400, HALF2_M1152 = 0xe480e480, HALF2_64 = 0x54005400,
-                   HALF2_2_M17 = 0x00800080;
+constexpr unsigned HALF2_M0 = 0x80008000, HALF2_2 = 0x40004000, HALF2_M1 = 0xbc00bc00,
+                   HALF2_M2_M4 = 0xac00ac00, HALF2_15_16 = 0x3b803b80, HALF2_31_16 = 0x3fc03fc0,
+                   HALF2_2_M4 = 0x2c002c00, HALF2_M2_M17 = 0x80808080, HALF2_M2_M19 = 0x80208020,
+                   HALF2_M2_M21 = 0x80088008, HALF2_M64 = 0xd400d400, HALF2_1024 = 0x64006400,
+                   HALF2_M1152 = 0xe480e480, HALF2_64 = 0x54005400, HALF2_2_M17 = 0x00800080;
 
 DEVICE int chunks_of(int cols) { return (cols + 127) / 128 * 2; }
 DEVICE int parts_of(int chunks) { return (chunks + PART_CHUNKS - 1) / PART_CHUNKS; }
@@ -2840,7 +2839,6 @@ struct Routing {
 DEVICE void route_row(const Routing& work, int row, float (&scores)[MOST_EXPERTS]) {
     const int lane = threadIdx.x & 31, n_experts = work.n_experts, own = (n_experts + 31) / 32;
     const auto each = [&](auto visit) {  // of the lane's experts
-#pragma unroll
         for (int i = 0; i < LANE_EXPERTS; i++) {
             if (i >= own) break;
             visit(i, own * lane + i);

@@ -1795,12 +1795,12 @@ DEVICE void attention_tile(const Attention& work) {
         let_successor_start();                                                                   \
         attention_tile<Q8, KW, VW, TILES, WARPS>(work);                                          \
     }
-// More warps for `few`: where each block has a multiprocessor for itself.
+// `few` has more warps, for launches where each block has a multiprocessor for itself.
 #define ATTENTION(FORMAT, Q8, HD, BLOCKS)                                                        \
     ATTENTION_OF(FORMAT##_##HD, Q8, HD, HD, 1, 4, BLOCKS)                                        \
     ATTENTION_OF(FORMAT##_##HD##_few, Q8, HD, HD, 1, 8, 1)
 ATTENTION(f16, false, 64, 4) ATTENTION(q8, true, 64, 4)
-ATTENTION(f16, false, 80, 4)  // are no whole blocks of q8
+ATTENTION(f16, false, 80, 4)  // 80 values are no whole blocks of q8
 ATTENTION(f16, false, 96, 4) ATTENTION(q8, true, 96, 4)
 ATTENTION(f16, false, 128, 4) ATTENTION(q8, true, 128, 4)
 ATTENTION(f16, false, 192, 3) ATTENTION(q8, true, 192, 3)

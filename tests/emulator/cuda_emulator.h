@@ -73,13 +73,10 @@ inline __half2 __hfma2(__half2 a, __half2 b, __half2 c) {
     return {__hfma(a.x, b.x, c.x), __hfma(a.y, b.y, c.y)};
 }
 inline __half2 __hadd2(__half2 a, __half2 b) { return {__hadd(a.x, b.x), __hadd(a.y, b.y)}; }
-inline __half2 __hadd2_rn(__half2 a, __half2 b) { return __hadd2(a, b); }
 inline __half2 __hsub2(__half2 a, __half2 b) { return {__hsub(a.x, b.x), __hsub(a.y, b.y)}; }
 inline __half2 __hmul2(__half2 a, __half2 b) { return {__hmul(a.x, b.x), __hmul(a.y, b.y)}; }
 inline __half2 __hmul2_rn(__half2 a, __half2 b) { return __hmul2(a, b); }
 inline __half2 __half2half2(__half x) { return {x, x}; }
-inline __half2 __low2half2(__half2 x) { return {x.x, x.x}; }
-inline __half2 __high2half2(__half2 x) { return {x.y, x.y}; }
 inline __half2 __halves2half2(__half x, __half y) { return {x, y}; }
 inline float __low2float(__half2 x) { return __half2float(x.x); }
 inline float __high2float(__half2 x) { return __half2float(x.y); }

@@ -72,8 +72,7 @@ def probe():
     """Facts about the first card as a dict, or one line that says why there is none."""
     try:
         card = first_card()
-        context = call("cuDevicePrimaryCtxRetain", card)
-        call("cuCtxPushCurrent", context)
+        call("cuCtxPushCurrent", call("cuDevicePrimaryCtxRetain", card))
         free, total = call("cuMemGetInfo")
         call("cuCtxPopCurrent")
         call("cuDevicePrimaryCtxRelease", card)
@@ -98,17 +97,13 @@ def card_name(card):
     return call("cuDeviceGetName", 128, card).split(b"\0")[0].decode()
 
 
-def source_hash():
-    return hashlib.sha256(SOURCE.read_bytes()).hexdigest()
-
-
 def cubin_state():
     """"ok", or one line that says what is wrong with kernels.cubin. Without kernels.cu beside it
     (a packed distribution) the cubin is taken as it is."""
     if not CUBIN.exists():
         return f"kernels.cubin is not built; {BUILD_HINT}"
     built_from = CUBIN.read_bytes()[-HASH_LENGTH:].decode("ascii", "replace")
-    if SOURCE.exists() and built_from != source_hash():
+    if SOURCE.exists() and built_from != hashlib.sha256(SOURCE.read_bytes()).hexdigest():
         return f"kernels.cubin was built from another kernels.cu; {BUILD_HINT}"
     return "ok"
 
@@ -199,7 +194,6 @@ MORE_KERNELS = {"linear_16x96": (16, 96, 256, 84, 12, 9), "linear_32x32": (32, 3
                 "linear_32x192": (32, 192, 128, 49, 31, 22),
                 "linear_64x128": (64, 128, 128, 49, 30, 25)}
 EXPERTS_SOME = 32, 128, 256, 40  # likewise
-REPACK_THREADS = 256
 MOST_EXPERTS, MOST_GROUPS = 512, 32  # that `route` can choose from
 MOST_TOKENS = 1 << 20  # of a vocabulary that `sample` can draw from
 
@@ -401,9 +395,8 @@ class Device:
         self.single_rows = self.longest_span = 0  # of the batch: sequences of one row in front
         # On sm_90 and later a kernel may start while its predecessor ends: see follow_predecessor.
         self.launch_early = False
-        attribute_id = driver.CUlaunchAttributeID
         early = driver.CUlaunchAttribute()
-        early.id = attribute_id.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        early.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
         early.value.programmaticStreamSerializationAllowed = 1
         self.launch_config = driver.CUlaunchConfig()
         self.launch_config.attrs = [early]
@@ -441,11 +434,12 @@ class Device:
             self.kernels[name] = driver.CUfunction(int(function))
         return self.kernels[name]
 
-    def launch(self, name, grid, block, args, smem=0):
+    def launch(self, name, grid, block, args, smem=0, early=False):
         """Launch kernel `name` with `grid` (x, y, z) blocks of `block` threads; y and z are 1 where
         they are left out.
 
-        args: Buffer or None (64-bit pointer), int (int32), float (float32).
+        args: Buffer or None (64-bit pointer), int (int32), float (float32). It is launched early
+        with a step that is, or if it says so.
         """
         if 0 in grid:  # no rows, for example no logits wanted
             return
@@ -459,7 +453,7 @@ class Device:
         config = self.launch_config
         config.gridDimX, config.gridDimY, config.gridDimZ = (*grid, 1, 1)[:3]
         config.blockDimX, config.sharedMemBytes = block, smem
-        config.numAttrs = int(self.launch_early)
+        config.numAttrs = int(self.arch >= 90 and (early or self.launch_early))
         call("cuLaunchKernelEx", config, self.kernel(name, smem), self.parameters, 0)
 
     def alloc(self, nbytes, purpose):
@@ -604,7 +598,7 @@ class Device:
             part = source[first:first + step]
             self.write(raw, part if native else quants.dequantize(part, tensor.type))
             self.launch(f"linear_repack_{format if native else 'F32'}",
-                        (-(-len(part) // TILE_ROWS),), REPACK_THREADS,
+                        (-(-len(part) // TILE_ROWS),), 256,
                         (raw, packed.at(packed_bytes(packing_of(tensor), first, cols)),
                          weight_scale.at(4 * first), len(part), cols))
 
@@ -655,7 +649,7 @@ class Device:
     def place_batch(self, batch):
         # Worth 7% of a step of 1 row and 3% of 8 (8B on an H200); at 64 rows it costs 10%, since
         # waiting blocks take room, and an eager launch takes Python longer.
-        self.launch_early = self.arch >= 90 and len(batch.tokens) <= FEW_ROWS
+        self.launch_early = len(batch.tokens) <= FEW_ROWS
         lengths = batch.spans[:, 1]
         self.longest_span = int(lengths.max())
         self.single_rows = int((lengths > 1).argmax()) if self.longest_span > 1 else len(lengths)
@@ -787,10 +781,9 @@ class Device:
         rows = batch.tokens.shape[0]
         h = self.buffer("embed", (rows, table.cols), np.float32)
         block = table.blocks[0]
-        self.launch("embed", (rows,), 128,
-                    (block.packed, table.weight_scale, batch.tokens, batch.slots,
-                     self.last_tokens(batch), h,
-                     FORMAT_NUMBERS[block.format], table.cols, chunks_of(table.cols)))
+        self.launch("embed", (rows,), 128, (
+            block.packed, table.weight_scale, batch.tokens, batch.slots, self.last_tokens(batch),
+            h, FORMAT_NUMBERS[block.format], table.cols, chunks_of(table.cols)))
         return h
 
     def rmsnorm(self, h, weight, eps, rows=None):
@@ -800,9 +793,8 @@ class Device:
         """
         cols = weight.shape[0]
         x = self.activations("rmsnorm", (h if rows is None else rows).shape[0], cols)
-        self.launch("rmsnorm", (x.rows,), row_threads(cols),
-                    (h, weight, rows, x.data, x.scale, cols, h.shape[1], x.data.shape[1],
-                     float(eps)))
+        self.launch("rmsnorm", (x.rows,), row_threads(cols), (
+            h, weight, rows, x.data, x.scale, cols, h.shape[1], x.data.shape[1], float(eps)))
         return x
 
     def rmsnorm_f32(self, h, weight, eps, rows=None):
@@ -978,14 +970,12 @@ class Device:
             self.buffer("attention_values", (rows * segments, heads * width), np.float32),
             self.buffer("attention_states", (rows * segments, heads, 2), np.float32))
 
+        # Attention starts early whatever the number of rows: rope_kv before it leaves room.
         def launch(kind, grid, threads, tiles, span_rows=0, smem=0):
-            self.launch(f"attention_{kv.format}_{dim}{kind}", grid, threads,
-                        (q, out, *parts, kv.data, batch.page_table, tiles, layer, kv.n_pages,
-                         max_pages, segments, heads, cfg.n_kv_heads, out.shape[1], scale,
-                         span_rows), smem)
+            self.launch(f"attention_{kv.format}_{dim}{kind}", grid, threads, (
+                q, out, *parts, kv.data, batch.page_table, tiles, layer, kv.n_pages, max_pages,
+                segments, heads, cfg.n_kv_heads, out.shape[1], scale, span_rows), smem, early=True)
 
-        # These start early whatever the number of rows: rope_kv before them leaves room.
-        before, self.launch_early = self.launch_early, self.arch >= 90
         staged = not wide and not cfg.latent
         few = staged and busy * shares * splits <= self.multiprocessors
         threads = EIGHT_WARPS if cfg.latent or few else FOUR_WARPS
@@ -997,14 +987,13 @@ class Device:
             threads = 32 if rows * heads < self.multiprocessors else padded(width, 32)
             self.launch("attention_merge", (rows, heads, -(-width // threads)), threads,
                         (*parts, out, batch.positions, batch.slots, segments, out.shape[1], width,
-                         row_heads))
+                         row_heads), early=True)
         if prompt:
             span_rows = 4 * ATTENTION_ROWS // (heads // cfg.n_kv_heads)
             keys = 64 if dim <= WIDEST_HEAD else 32
             grid = -(-self.longest_span // span_rows), blocks, batch.spans.shape[0] - single
             launch("_prompt", grid, FOUR_WARPS, batch.spans.at(24 * single), span_rows,
                    4 * dim * (64 + keys))
-        self.launch_early = before
         return Activations(out, None, x_rows, cols)
 
     def attention_splits(self, cfg, blocks, segments, segment_bytes):
@@ -1055,9 +1044,8 @@ class Device:
     def sigmoid_gate(self, x, qkv, cfg):
         """x [rows, heads * head_dim], in place, times the sigmoid of the gates in qkv, see rope_kv.
         """
-        stride = x.data.shape[1]
         self.launch("sigmoid_gate", (x.rows, -(-x.cols // 1024)), 128,
-                    (x.data, qkv, x.cols, stride, qkv.shape[1], cfg.head_dim))
+                    (x.data, qkv, x.cols, x.data.shape[1], qkv.shape[1], cfg.head_dim))
         return x
 
     def route(self, logits, bias, cfg, batch):
@@ -1070,12 +1058,11 @@ class Device:
                         self.buffer("route_pairs", (n_pairs,), np.int32),
                         self.buffer("route_items", (busy + (n_pairs - busy) // tile, 4), np.int32),
                         tile)
-        self.launch("route", (-(-rows // 8),), 256,
-                    (logits, bias, batch.slots, routes.weights, routes.experts, routes.pairs,
-                     routes.items, self.buffer("route_finished", (1,), np.uint32), rows, stride, n,
-                     k, cfg.router_sigmoid, cfg.router_norm, float(cfg.router_scale),
-                     cfg.router_groups, cfg.router_groups_used, tile.bit_length() - 1,
-                     routes.items.shape[0]))
+        self.launch("route", (-(-rows // 8),), 256, (
+            logits, bias, batch.slots, routes.weights, routes.experts, routes.pairs, routes.items,
+            self.buffer("route_finished", (1,), np.uint32), rows, stride, n, k, cfg.router_sigmoid,
+            cfg.router_norm, float(cfg.router_scale), cfg.router_groups, cfg.router_groups_used,
+            tile.bit_length() - 1, routes.items.shape[0]))
         return routes
 
     def linear_experts(self, x, w, routes, out=None):
@@ -1141,10 +1128,8 @@ class Device:
         return np.concatenate([self.download(block) for block in kv.blocks(pages)])
 
     def load_pages(self, kv, pages, data):
-        at = 0
-        for block in kv.blocks(pages):
-            self.write(block, data[at:at + block.nbytes])
-            at += block.nbytes
+        for block, page in zip(kv.blocks(pages), data.reshape(-1, kv.page_bytes)):
+            self.write(block, page)
 
     def save_state(self, kv, slot):
         """The recurrent state of `slot` as bytes, for load_state of the same backend.

@@ -47,16 +47,15 @@ struct alignas(8) Int {
 };
 
 // Butterfly: every lane ends with the same result, whose order is the same whatever the grid.
-template <class T, class Op>
-DEVICE T warp_all(T x, Op op, int lanes = 32) {
+template <class T, class Op> DEVICE T warp_all(T x, Op op, int lanes = 32) {
     for (int o = lanes / 2; o > 0; o >>= 1) x = op(x, __shfl_xor_sync(ALL_LANES, x, o));
     return x;
 }
 DEVICE float warp_sum(float x) {
     return warp_all(x, [](float a, float b) { return __fadd_rn(a, b); });
 }
-DEVICE float warp_max(float x) {
-    return warp_all(x, [](float a, float b) { return fmaxf(a, b); });
+DEVICE float warp_max(float x, int lanes = 32) {
+    return warp_all(x, [](float a, float b) { return fmaxf(a, b); }, lanes);
 }
 // The largest of values >= 0, whose bits are in their order.
 DEVICE float warp_largest(float x) {
@@ -70,6 +69,14 @@ DEVICE float row_scale_factor(float largest) {
     if (largest == 0.0f || exponent == 128) return 1.0f;
     exponent = min(max(14 - exponent, -100), 100);
     return __uint_as_float(unsigned(exponent + 127) << 23);
+}
+
+// f16 pairs: operands of the tensor core are 32-bit words.
+DEVICE __half2 as_half2(unsigned word) { return *reinterpret_cast<const __half2*>(&word); }
+DEVICE unsigned as_word(__half2 pair) { return *reinterpret_cast<const unsigned*>(&pair); }
+DEVICE unsigned half2_bits(float low, float high) {
+    return __half_as_ushort(__float2half_rn(low)) |
+           unsigned(__half_as_ushort(__float2half_rn(high))) << 16;
 }
 
 // Relative error 1e-6; 0 for large negative x, where the exponential overflows.
@@ -132,19 +139,17 @@ constexpr int PART_CHUNKS = 4;
 constexpr int CHAINS = 8;  // as many as a block of few rows has warps
 
 // f16 pairs
-constexpr unsigned HALF2_M0 = 0x80008000, HALF2_2 = 0x40004000,
-                   HALF2_M1 = 0xbc00bc00, HALF2_M2_M4 = 0xac00ac00, HALF2_15_16 = 0x3b803b80,
-                   HALF2_31_16 = 0x3fc03fc0, HALF2_2_M4 = 0x2c002c00, HALF2_M2_M17 = 0x80808080,
-                   HALF2_M2_M19 = 0x80208020, HALF2_M2_M21 = 0x80088008, HALF2_M64 = 0xd400d400,
-                   HALF2_1024 = 0x64006400, HALF2_M1152 = 0xe480e480, HALF2_64 = 0x54005400,
-                   HALF2_2_M17 = 0x00800080;
+constexpr unsigned HALF2_M0 = 0x80008000, HALF2_2 = 0x40004000, HALF2_M1 = 0xbc00bc00,
+                   HALF2_M2_M4 = 0xac00ac00, HALF2_15_16 = 0x3b803b80, HALF2_31_16 = 0x3fc03fc0,
+                   HALF2_2_M4 = 0x2c002c00, HALF2_M2_M17 = 0x80808080, HALF2_M2_M19 = 0x80208020,
+                   HALF2_M2_M21 = 0x80088008, HALF2_M64 = 0xd400d400, HALF2_1024 = 0x64006400,
+                   HALF2_M1152 = 0xe480e480, HALF2_64 = 0x54005400, HALF2_2_M17 = 0x00800080;
 
 DEVICE int chunks_of(int cols) { return (cols + 127) / 128 * 2; }
 DEVICE int parts_of(int chunks) { return (chunks + PART_CHUNKS - 1) / PART_CHUNKS; }
 DEVICE int tiles_of(int rows) { return (rows + TILE_ROWS - 1) / TILE_ROWS; }
 
-template <int FORMAT>
-struct Packed {
+template <int FORMAT> struct Packed {
     static constexpr FormatSizes SIZE = SIZES[FORMAT];
     static constexpr bool K_SCALES = FORMAT == Q4_K || FORMAT == Q5_K;
     static constexpr bool WHOLE_PARTS = SIZE.block_values == PART_CHUNKS * CHUNK;
@@ -162,18 +167,11 @@ struct Packed {
     }
 };
 
-DEVICE unsigned half2_bits(float low, float high) {
-    return __half_as_ushort(__float2half_rn(low)) |
-           unsigned(__half_as_ushort(__float2half_rn(high))) << 16;
-}
 // The first of the 16 values of K that lanes 4g+t own in a chunk.
-DEVICE int first_k(int chunk, int t) {
-    return chunk / 2 * 128 + 32 * t + chunk % 2 * 16;
-}
+DEVICE int first_k(int chunk, int t) { return chunk / 2 * 128 + 32 * t + chunk % 2 * 16; }
 
 // A constant as an argument.
-template <int N>
-struct Is {
+template <int N> struct Is {
     constexpr DEVICE operator int() const { return N; }
 };
 
@@ -190,8 +188,7 @@ DEVICE unsigned piece_at(unsigned token, unsigned k, unsigned chunks) {
 }
 
 // Calls body(Is<FORMAT>) for a packed format that is known at run time.
-template <int FORMAT = 0, typename Body>
-DEVICE void with_format(int format, Body body) {
+template <int FORMAT = 0, typename Body> DEVICE void with_format(int format, Body body) {
     if (format == FORMAT) body(Is<FORMAT>());
     else if constexpr (FORMAT < F16) with_format<FORMAT + 1>(format, body);
 }
@@ -224,9 +221,7 @@ DEVICE unsigned and_or(unsigned x, unsigned mask, unsigned bits) {
     asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(d) : "r"(x), "r"(mask), "r"(bits));
     return d;
 }
-DEVICE unsigned rotate_left(unsigned x, int bits) {
-    return __funnelshift_l(x, x, bits);
-}
+DEVICE unsigned rotate_left(unsigned x, int bits) { return __funnelshift_l(x, x, bits); }
 
 // NAME<N>(from, words): N words with one instruction. Volatile, so that it stays behind
 // wait_for_predecessor: the compiler moves other loads past that.
@@ -250,8 +245,7 @@ LOAD(load_shared, unsigned, "r", "ld.shared")
 #undef LOAD
 
 // Calls visit(Is<N>, byte, word) for each N words of a lane that lie together in a packed chunk.
-template <int FORMAT, typename Visit>
-DEVICE void for_pieces(int lane, Visit visit) {
+template <int FORMAT, typename Visit> DEVICE void for_pieces(int lane, Visit visit) {
     constexpr int WORDS = Packed<FORMAT>::WORDS, REST = WORDS % 4;
     for (int i = 0; i < WORDS / 4; i++) visit(Is<4>(), 512 * i + 16 * lane, 4 * i);
     if constexpr (REST > 0) visit(Is<REST>(), WORDS / 4 * 512 + 4 * REST * lane, WORDS - REST);
@@ -501,8 +495,7 @@ DEVICE void store_totals(const Product& product, const Place& place, const Rows&
 // ---- few rows: the warps of a block share the chains of a tile ---------------------------------
 
 constexpr int FEW_STRIDE = 20;  // floats of a token's 16 sums in shared memory: no bank conflicts
-template <int TOKENS>
-constexpr int FEW_SUMS = CHAINS * TOKENS * FEW_STRIDE;
+template <int TOKENS> constexpr int FEW_SUMS = CHAINS * TOKENS * FEW_STRIDE;
 
 // The tiles place.index, place.index + place.blocks, ... of a row block. The loads of a warp run
 // ahead of its products by one part, across tiles too.
@@ -534,8 +527,7 @@ DEVICE void linear_few(const Product& product, const Place& place, const Rows& r
     unsigned words[AHEAD][P::WORDS], scales[P::SCALE_WORDS], next_scales[P::SCALE_WORDS];
     unsigned b[TOKENS_AHEAD][TOKEN_TILES][2][4];
     const auto load_ahead = [&](const uint8_t* tile, int part, int c) {
-        if (exists(part, c))
-            load_chunk<FORMAT>(tile, part, c, lane, words[c % AHEAD]);
+        if (exists(part, c)) load_chunk<FORMAT>(tile, part, c, lane, words[c % AHEAD]);
     };
     const auto load_tokens = [&](int part, int c) {
         if (!exists(part, c)) return;
@@ -629,8 +621,7 @@ DEVICE void linear_few(const Product& product, const Place& place, const Rows& r
     }
 }
 
-template <int TOKEN_TILES, int BLOCKS>
-DEVICE void linear_tiles(const Linear& work) {
+template <int TOKEN_TILES, int BLOCKS> DEVICE void linear_tiles(const Linear& work) {
     __shared__ float sums[2][FEW_SUMS<8 * TOKEN_TILES>];
     let_successor_start();
     const Place place = place_in(work.stack, blockIdx.x);
@@ -643,26 +634,21 @@ DEVICE void linear_tiles(const Linear& work) {
 // PRECOND: grid (sum of blocks), 256 threads; x padded with zeros to CHUNK * chunks columns.
 // A block holds 16 columns at a time; thread 16 i + r ends with row i, column r of them.
 // Moves the weights once, x once per multiprocessor, 4 bytes per element of y.
-KERNEL __launch_bounds__(32 * CHAINS, 2) linear_few_8(const __grid_constant__ Linear work) {
-    linear_tiles<1, 2>(work);
-}
+KERNEL __launch_bounds__(32 * CHAINS, 2)
+linear_few_8(const __grid_constant__ Linear work) { linear_tiles<1, 2>(work); }
 
 // The same with three blocks on a multiprocessor that load less in advance. 8B on an H200, 1 row:
 // q|k|v with 384 tiles 6.6 us instead of 7.5; down with 256 tiles 13 us instead of 11.
 KERNEL __launch_bounds__(32 * CHAINS, 3)
-linear_few_8_three(const __grid_constant__ Linear work) {
-    linear_tiles<1, 3>(work);
-}
+linear_few_8_three(const __grid_constant__ Linear work) { linear_tiles<1, 3>(work); }
 
 // The same for rows <= 16.
-KERNEL __launch_bounds__(32 * CHAINS, 2) linear_few_16(const __grid_constant__ Linear work) {
-    linear_tiles<2, 2>(work);
-}
+KERNEL __launch_bounds__(32 * CHAINS, 2)
+linear_few_16(const __grid_constant__ Linear work) { linear_tiles<2, 2>(work); }
 
 // ---- more rows: tokens and weights wait in a ring in shared memory ------------------------------
 
-template <int BYTES>
-DEVICE void copy_async(unsigned to, const void* from) {
+template <int BYTES> DEVICE void copy_async(unsigned to, const void* from) {
     if constexpr (BYTES == 16)
         asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from));
     else
@@ -844,8 +830,7 @@ DEVICE void linear_staged(const Product& product, const Place& place, const Rows
     store_totals(product, place, rows, tile * TILE_ROWS + g, first_token + 2 * t, total);
 }
 
-template <int ROWS, int... SHAPE>
-DEVICE void linear_block(const Linear& work) {
+template <int ROWS, int... SHAPE> DEVICE void linear_block(const Linear& work) {
     extern __shared__ __align__(128) uint8_t shared[];
     // The successor starts when these blocks end: it would take room from those that still wait.
     wait_for_predecessor();
@@ -904,7 +889,7 @@ DEVICE void for_weights(const uint8_t* packed, int format, int row, int chunks, 
                     for (int i = 0; i < 4; i++) {
                         const unsigned bits = r ? a[i / 2][i % 2 * 2 + 1] : a[i / 2][i % 2 * 2];
                         visit(first_k(chunk, t) + 8 * half + 2 * i,
-                              __half22float2(*reinterpret_cast<const __half2*>(&bits)));
+                              __half22float2(as_half2(bits)));
                     }
                 }
             }
@@ -970,10 +955,8 @@ __device__ float2 block_sum_and_largest(float sum, float largest) {
 // Four neighbouring values.
 DEVICE float4 load4(const float* p) { return *reinterpret_cast<const float4*>(p); }
 DEVICE float4 load4_if(bool real, const float* p) { return real ? load4(p) : float4{}; }
-DEVICE float4 operator*(float4 a, float4 b) {
-    return make_float4(a.x * b.x, a.y * b.y, a.z * b.z, a.w * b.w);
-}
-DEVICE float4 operator*(float4 a, float b) { return a * make_float4(b, b, b, b); }
+DEVICE float4 operator*(float4 a, float4 b) { return {a.x * b.x, a.y * b.y, a.z * b.z, a.w * b.w}; }
+DEVICE float4 operator*(float4 a, float b) { return a * float4{b, b, b, b}; }
 DEVICE float squares(float4 x) { return (x.x * x.x + x.y * x.y) + (x.z * x.z + x.w * x.w); }
 DEVICE float largest_of(float4 x) {
     return fmaxf(fmaxf(fabsf(x.x), fabsf(x.y)), fmaxf(fabsf(x.z), fabsf(x.w)));
@@ -982,8 +965,7 @@ DEVICE float largest_of(float4 x) {
 // A row that a block goes over twice; values(i) gives those at i .. i + 3 as float4, zeros from
 // cols on. A thread holds its first ones in registers; those of a very long row it computes again.
 constexpr int HELD = 3;
-template <typename Values>
-struct Row {
+template <typename Values> struct Row {
     Values values;
     float4 held[HELD];
     float largest = 0.0f;  // |value| of this thread
@@ -993,8 +975,7 @@ struct Row {
         each(cols, [&](int, float4 x) { largest = fmaxf(largest, largest_of(x)); });
     }
     // visit(i, values at i) for i < end.
-    template <typename Visit>
-    DEVICE void each(int end, Visit visit) {
+    template <typename Visit> DEVICE void each(int end, Visit visit) {
         int i = 4 * threadIdx.x;
         for (int n = 0; n < HELD; n++, i += 4 * blockDim.x)
             if (i < end) visit(i, held[n]);
@@ -1251,8 +1232,7 @@ struct Softmax {
     float m, l;  // -inf and 0 at first
     DEVICE float2 fold(float part_m, float part_l) {
         const float largest = fmaxf(m, part_m);
-        const float2 factors =
-            make_float2(rescale_factor(m, largest), rescale_factor(part_m, largest));
+        const float2 factors = {rescale_factor(m, largest), rescale_factor(part_m, largest)};
         m = largest;
         l = __fmaf_rn(part_l, factors.y, __fmul_rn(l, factors.x));
         return factors;
@@ -1273,9 +1253,7 @@ DEVICE void fold_rows(float4& total, const float (&part)[4], float2 up, float2 d
 DEVICE float inverse_sum(float l) { return l == 0.0f ? 0.0f : __frcp_rn(l); }
 
 // Adding zero makes -0 and 0 one: they differ by who was masked.
-DEVICE float normalised(float value, float inverse) {
-    return __fmaf_rn(value, inverse, 0.0f);
-}
+DEVICE float normalised(float value, float inverse) { return __fmaf_rn(value, inverse, 0.0f); }
 
 // P of 16 keys as an A fragment, from the scores of two products and the maxima of rows g, g + 8.
 DEVICE uint4 weights_of(const float (&even)[4], const float (&odd)[4], const float (&m)[2]) {
@@ -1288,8 +1266,7 @@ DEVICE uint4 weights_of(const float (&even)[4], const float (&odd)[4], const flo
 
 // Rows of BYTES of K or V, of consecutive tokens, as they lie in shared memory: so that those that
 // lanes read at once, of K for the slots of a product and of V for those of keys, meet all banks.
-template <int BYTES, bool KEY>
-struct TokenRows {
+template <int BYTES, bool KEY> struct TokenRows {
     static DEVICE int at(int token, int chunk) {  // of 16 bytes
         const int row = KEY ? (token & ~6) | (token & 2) << 1 | (token & 4) >> 1
                             : (token & ~15) | (token & 3) << 2 | (token >> 2 & 3);
@@ -1311,14 +1288,13 @@ struct TokenRows {
     }
 };
 
-// Where a thread starts to read in the K or V block of a page: at value d of a token.
+// Where a thread starts to read K or V: in the block of a page at value d of a token.
 struct KvPlace {
     const char* values;
     const __half* scales;
 };
 
-template <bool Q8, int HD>
-DEVICE KvPlace kv_place(const char* block, int token, int d) {
+template <bool Q8, int HD> DEVICE KvPlace kv_place(const char* block, int token, int d) {
     const int at = token * HD + d;
     return {block + at * (Q8 ? 1 : 2),
             reinterpret_cast<const __half*>(block + PAGE * HD) + at / Q8_BLOCK};
@@ -1326,20 +1302,16 @@ DEVICE KvPlace kv_place(const char* block, int token, int d) {
 
 // N (4 or 8) neighbouring values of one token as they lie in a page, expanded to f16 when needed,
 // so that waiting for memory overlaps with other work.
-template <bool Q8, int N>
-struct Values {
+template <bool Q8, int N> struct Values {
     static constexpr int WORDS = Q8 ? N / 4 : N / 2;
     struct alignas(4 * WORDS) Words { unsigned word[WORDS]; };
     Words raw;
     __half scale;
 
-    DEVICE void load(const void* values, const __half* its_scale) {
-        raw = *reinterpret_cast<const Words*>(values);
-        if constexpr (Q8) scale = *its_scale;
-    }
     // `offset` in values is a multiple of Q8_BLOCK and known when compiled.
-    DEVICE void load(const KvPlace& place, int offset) {
-        load(place.values + offset * (Q8 ? 1 : 2), place.scales + offset / Q8_BLOCK);
+    DEVICE void load(const KvPlace& place, int offset = 0) {
+        raw = *reinterpret_cast<const Words*>(place.values + offset * (Q8 ? 1 : 2));
+        if constexpr (Q8) scale = place.scales[offset / Q8_BLOCK];
     }
 
     DEVICE void expand(unsigned (&half2s)[N / 2]) const {
@@ -1352,9 +1324,7 @@ struct Values {
             for (int i = 0; i < N / 2; i++) {
                 const unsigned bytes = __byte_perm(raw.word[i / 2] ^ 0x80808080u, 0x64646464u,
                                                    i % 2 ? 0x4342 : 0x4140);
-                const __half2 n = __hsub2(*reinterpret_cast<const __half2*>(&bytes), offset);
-                const __half2 x = __hmul2_rn(n, scales);
-                half2s[i] = *reinterpret_cast<const unsigned*>(&x);
+                half2s[i] = as_word(__hmul2_rn(__hsub2(as_half2(bytes), offset), scales));
             }
         }
     }
@@ -1378,8 +1348,7 @@ struct Attention {
 };
 
 // Where a block's struct T lies: at the start of what a launch asks for, or in memory of its own.
-template <class T, bool DYNAMIC>
-DEVICE T& shared_memory() {
+template <class T, bool DYNAMIC> DEVICE T& shared_memory() {
     if constexpr (DYNAMIC) {
         extern __shared__ __align__(128) uint8_t shared[];
         return *reinterpret_cast<T*>(shared);
@@ -1405,7 +1374,6 @@ DEVICE void attention_tile(const Attention& work) {
     constexpr bool LATENT = VW < KW;
     constexpr int PAGE_WARPS = WARPS / SEGMENT_PAGES;    // that share the scores of a page
     constexpr int KEYS = PAGE / PAGE_WARPS;              // whose scores a warp computes
-    constexpr bool FEW = !LATENT && WARPS > SEGMENT_PAGES;  // blocks
     constexpr int COLUMNS = VW <= 32 * WARPS ? 32 : 64;  // of the values, per warp
     constexpr int NEIGHBOURS = COLUMNS / 8;              // columns whose V a thread loads
     constexpr int STEPS = PAGE / 16;                     // mma steps over the keys of a page
@@ -1443,7 +1411,7 @@ DEVICE void attention_tile(const Attention& work) {
     };
     Shared& shared = shared_memory<Shared, STAGED>();
     auto& [queries, weights, warp_largest, place, visible, totals, softmaxes] = shared;
-    uint8_t* ring = reinterpret_cast<uint8_t*>(&shared + 1);
+    char* ring = reinterpret_cast<char*>(&shared + 1);
     float4 own_total[TILES * NEIGHBOURS];
     Softmax own_softmax[2 * TILES];
     const auto total = [&](int r, int n) -> float4& {
@@ -1453,8 +1421,7 @@ DEVICE void attention_tile(const Attention& work) {
     const auto softmax = [&](int i) -> Softmax& {
         return ROOM ? softmaxes[i][threadIdx.x] : own_softmax[i];
     };
-    for (int n = 0; n < TILES * NEIGHBOURS; n++)
-        total(n / NEIGHBOURS, n % NEIGHBOURS) = make_float4(0, 0, 0, 0);
+    for (int n = 0; n < TILES * NEIGHBOURS; n++) total(n / NEIGHBOURS, n % NEIGHBOURS) = {};
     for (int i = 0; i < 2 * TILES; i++) softmax(i) = {-INFINITY, 0.0f};
 
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
@@ -1527,7 +1494,7 @@ DEVICE void attention_tile(const Attention& work) {
             if (position + tokens > end) return false;
             const int64_t number = __shfl_sync(ALL_LANES, far_pages, page);
             const char* block = layer + number * work.n_kv_heads * HEAD_BYTES;
-            if (values && !LATENT) block += BLOCK_BYTES;
+            if (values) block += BLOCK_BYTES;
             const char* from = block + (token * KW + d) * SIZE;
             const unsigned to = __cvta_generic_to_shared(slot_at(far_slot));
             const int last = last_position - position;
@@ -1548,11 +1515,11 @@ DEVICE void attention_tile(const Attention& work) {
     const auto take_round = [&] {
         asm volatile("cp.async.wait_group %0;" ::"n"(RING - 1) : "memory");
         __syncwarp();
-        const uint8_t* slot = slot_at(slot_now);
+        const char* slot = slot_at(slot_now);
         slot_now = (slot_now + 1) % RING;
         return slot;
     };
-    const auto scale_in = [&](const uint8_t* slot, int token, int d) {
+    const auto scale_in = [&](const char* slot, int token, int d) {
         return reinterpret_cast<const __half*>(slot + SCALES_AT) + token * SCALES + d / Q8_BLOCK;
     };
     // Where in a round this thread finds its values of K's pieces and of V.
@@ -1563,7 +1530,7 @@ DEVICE void attention_tile(const Attention& work) {
     // K and V of steps before are there: rope_angles lets what follows start when they are. What
     // has no room in the ring, or gets this step's token, comes as far as the L2 cache.
     if (STAGED) enter_far_segment();
-    if (FEW && far_round < far_end) {
+    if (STAGED && PAGE_WARPS > 1 && far_round < far_end) {
         const int pages = min(SEGMENT_PAGES, tile_pages - SEGMENT_PAGES * int(blockIdx.z));
         for (int i = lane; has_columns && i < pages * PAGE; i += 32) {
             const int64_t page = __shfl_sync(ALL_LANES, far_pages, i / PAGE);
@@ -1587,8 +1554,7 @@ DEVICE void attention_tile(const Attention& work) {
         for (int n = 0; n < 2 * SHARE; n++) {
             const int at = warp + n / 2 * WARPS, i = at % PIECES;
             const int row = at / PIECES * 16 + g + n % 2 * 8;
-            if (at < TILES * PIECES && visible[row] >= 0 &&
-                (KW % 32 == 0 || 32 * i + 8 * t < KW))
+            if (at < TILES * PIECES && visible[row] >= 0 && (KW % 32 == 0 || 32 * i + 8 * t < KW))
                 query[n / 2][n % 2] = *reinterpret_cast<const uint4*>(
                     work.q + int64_t(place[row]) * KW + 32 * i + 8 * t);
         }
@@ -1622,55 +1588,53 @@ DEVICE void attention_tile(const Attention& work) {
             }
         };
         const auto token_of = [](int n) { return 16 * (n / 2) + 2 * (n % 2); };
-        if (STAGED && page_of_warp < here) {
-            Key key[STEPS][LINE];
-#pragma unroll 1
-            for (int half = 0; half < KEYS / 32; half++) {
-#pragma unroll 1
-                for (int i = 0; i < PIECES; i += LINE) {
-                    const uint8_t* slot = take_round();
-                    for (int n = 0; n < STEPS; n++)
-                        for (int piece = 0; piece < LINE; piece++)
-                            key[n][piece].load(
-                                slot + key_at[piece] + KeyRows::at(token_of(n), 0),
-                                scale_in(slot, own_key + token_of(n), 32 * (i + piece)));
-                    __syncwarp();
-                    fetch_round(NO_END);
-                    for (int n = 0; n < STEPS; n++)
-                        for (int piece = 0; piece < LINE; piece++)
-                            add_scores(n, i + piece, key[n][piece]);
-                }
-                // The halves change places: after two they are in order.
-                for (int i = 0; i < STEPS * 4 && KEYS > 32; i++) {
-                    float &now = score[0][i / 4][i % 4], x = now;
-                    float& other = score[0][(STEPS + i / 4) % (KEYS / 8)][i % 4];
-                    now = other, other = x;
-                }
-            }
-        }
-        if (!STAGED && page_of_warp < here) {
-            Key key[STEPS][LINE];
-            KvPlace from = kv_place<Q8, KW>(keys_of(first_page + page_of_warp),
-                                            first_key + own_key, 8 * t);
-            auto fetch_key = [&](int n, int piece, const KvPlace& from) {
-                key[n][piece].load(from, token_of(n) * KW + 32 * piece);
-            };
-            for (int n = 0; n < STEPS; n++)
-                for (int piece = 0; piece < LINE; piece++) fetch_key(n, piece, from);
-            for (int half = 0; half < KEYS / 32; half++)
-#pragma unroll 1
-                for (int i = 0; i < PIECES; i += LINE) {
-                    const int ahead = i + LINE < PIECES ? 32 * LINE : 32 * KW - i * 32;
-                    from = {from.values + ahead * SIZE, from.scales + ahead / 32};
-                    for (int n = 0; n < STEPS; n++)
-                        for (int piece = 0; piece < LINE; piece++) {
-                            add_scores(STEPS * half + n, i + piece, key[n][piece]);
-                            if (half + 1 < KEYS / 32 || i + LINE < PIECES)
-                                fetch_key(n, piece, from);
-                        }
-                }
-        }
         if (page_of_warp < here) {
+            Key key[STEPS][LINE];
+            if constexpr (STAGED) {
+#pragma unroll 1
+                for (int half = 0; half < KEYS / 32; half++) {
+#pragma unroll 1
+                    for (int i = 0; i < PIECES; i += LINE) {
+                        const char* slot = take_round();
+                        for (int n = 0; n < STEPS; n++)
+                            for (int piece = 0; piece < LINE; piece++)
+                                key[n][piece].load(
+                                    {slot + key_at[piece] + KeyRows::at(token_of(n), 0),
+                                     scale_in(slot, own_key + token_of(n), 32 * (i + piece))});
+                        __syncwarp();
+                        fetch_round(NO_END);
+                        for (int n = 0; n < STEPS; n++)
+                            for (int piece = 0; piece < LINE; piece++)
+                                add_scores(n, i + piece, key[n][piece]);
+                    }
+                    // The halves change places: after two they are in order.
+                    for (int i = 0; i < STEPS * 4 && KEYS > 32; i++) {
+                        float &now = score[0][i / 4][i % 4], x = now;
+                        float& other = score[0][(STEPS + i / 4) % (KEYS / 8)][i % 4];
+                        now = other, other = x;
+                    }
+                }
+            } else {
+                KvPlace from = kv_place<Q8, KW>(keys_of(first_page + page_of_warp),
+                                                first_key + own_key, 8 * t);
+                auto fetch_key = [&](int n, int piece, const KvPlace& from) {
+                    key[n][piece].load(from, token_of(n) * KW + 32 * piece);
+                };
+                for (int n = 0; n < STEPS; n++)
+                    for (int piece = 0; piece < LINE; piece++) fetch_key(n, piece, from);
+                for (int half = 0; half < KEYS / 32; half++)
+#pragma unroll 1
+                    for (int i = 0; i < PIECES; i += LINE) {
+                        const int ahead = i + LINE < PIECES ? 32 * LINE : 32 * KW - i * 32;
+                        from = {from.values + ahead * SIZE, from.scales + ahead / 32};
+                        for (int n = 0; n < STEPS; n++)
+                            for (int piece = 0; piece < LINE; piece++) {
+                                add_scores(STEPS * half + n, i + piece, key[n][piece]);
+                                if (half + 1 < KEYS / 32 || i + LINE < PIECES)
+                                    fetch_key(n, piece, from);
+                            }
+                    }
+            }
             const int position = (first_page + page_of_warp) * PAGE + first_key + 4 * t;
             for (int i = 0; i < 2 * TILES; i++) {
                 const int last = visible[g + 8 * i];
@@ -1681,8 +1645,7 @@ DEVICE void attention_tile(const Attention& work) {
                         x = at <= last ? __fmul_rn(x, work.scale) : -INFINITY;
                         largest[i] = fmaxf(largest[i], x);
                     }
-                for (int o = 1; o < 4; o *= 2)
-                    largest[i] = fmaxf(largest[i], __shfl_xor_sync(ALL_LANES, largest[i], o));
+                largest[i] = warp_max(largest[i], 4);
             }
         }
         if (t == 0)
@@ -1755,11 +1718,11 @@ DEVICE void attention_tile(const Attention& work) {
                 const int steps = (last_position - (first_page + page) * PAGE) / 16 + 1;
 #pragma unroll 1
                 for (int round = 0; round < PAGE_ROUNDS; round++) {
-                    const uint8_t* slot = take_round();
+                    const char* slot = take_round();
                     for (int i = 0; i < 4 * ROUND_STEPS; i++) {
                         const int token = 16 * (i / 4) + i % 4;
-                        value[i / 4][i % 4].load(slot + value_at + ValueRows::at(token, 0),
-                                                 scale_in(slot, token + 4 * t, column));
+                        value[i / 4][i % 4].load({slot + value_at + ValueRows::at(token, 0),
+                                                  scale_in(slot, token + 4 * t, column)});
                     }
                     __syncwarp();
                     fetch_round(NO_END);
@@ -1836,31 +1799,26 @@ DEVICE void attention_tile(const Attention& work) {
         let_successor_start();                                                                   \
         attention_tile<Q8, KW, VW, TILES, WARPS>(work);                                          \
     }
-#define ATTENTION(NAME, KW, VW, TILES, WARPS, BLOCKS)                                            \
-    ATTENTION_OF(f16_##NAME, false, KW, VW, TILES, WARPS, BLOCKS)                                \
-    ATTENTION_OF(q8_##NAME, true, KW, VW, TILES, WARPS, BLOCKS)
-ATTENTION(64, 64, 64, 1, 4, 4)
-ATTENTION(96, 96, 96, 1, 4, 4)
-ATTENTION(128, 128, 128, 1, 4, 4)
-ATTENTION(192, 192, 192, 1, 4, 3)
-ATTENTION(256, 256, 256, 1, 4, 3)
+// `few` has more warps, for launches where each block has a multiprocessor for itself.
+#define ATTENTION(FORMAT, Q8, HD, BLOCKS)                                                        \
+    ATTENTION_OF(FORMAT##_##HD, Q8, HD, HD, 1, 4, BLOCKS)                                        \
+    ATTENTION_OF(FORMAT##_##HD##_few, Q8, HD, HD, 1, 8, 1)
+ATTENTION(f16, false, 64, 4) ATTENTION(q8, true, 64, 4)
+ATTENTION(f16, false, 80, 4)  // 80 values are no whole blocks of q8
+ATTENTION(f16, false, 96, 4) ATTENTION(q8, true, 96, 4)
+ATTENTION(f16, false, 128, 4) ATTENTION(q8, true, 128, 4)
+ATTENTION(f16, false, 192, 3) ATTENTION(q8, true, 192, 3)
+ATTENTION(f16, false, 256, 3) ATTENTION(q8, true, 256, 3)
 // Twice the rows for one reading of K and V: for tiles of a prompt.
-ATTENTION(64_wide, 64, 64, 2, 4, 2)
-ATTENTION(96_wide, 96, 96, 2, 4, 3)
-ATTENTION(128_wide, 128, 128, 2, 4, 4)
-// More warps, where each block has a multiprocessor for itself.
-ATTENTION(64_few, 64, 64, 1, 8, 1)
-ATTENTION(96_few, 96, 96, 1, 8, 1)
-ATTENTION(128_few, 128, 128, 1, 8, 1)
-ATTENTION(192_few, 192, 192, 1, 8, 1)
-ATTENTION(256_few, 256, 256, 1, 8, 1)
+#define ATTENTION_WIDE(FORMAT, Q8, HD, BLOCKS)                                                   \
+    ATTENTION_OF(FORMAT##_##HD##_wide, Q8, HD, HD, 2, 4, BLOCKS)
+ATTENTION_WIDE(f16, false, 64, 2) ATTENTION_WIDE(q8, true, 64, 2)
+ATTENTION_WIDE(f16, false, 80, 2)
+ATTENTION_WIDE(f16, false, 96, 3) ATTENTION_WIDE(q8, true, 96, 3)
+ATTENTION_WIDE(f16, false, 128, 4) ATTENTION_WIDE(q8, true, 128, 4)
 // Latent attention: K holds V.
-ATTENTION(320, 320, 256, 1, 8, 2)
-ATTENTION(576, 576, 512, 1, 8, 1)
-// 80 values are no whole blocks of q8.
-ATTENTION_OF(f16_80, false, 80, 80, 1, 4, 4)
-ATTENTION_OF(f16_80_wide, false, 80, 80, 2, 4, 2)
-ATTENTION_OF(f16_80_few, false, 80, 80, 1, 8, 1)
+ATTENTION_OF(f16_320, false, 320, 256, 1, 8, 2) ATTENTION_OF(q8_320, true, 320, 256, 1, 8, 2)
+ATTENTION_OF(f16_576, false, 576, 512, 1, 8, 1) ATTENTION_OF(q8_576, true, 576, 512, 1, 8, 1)
 
 // Four 8x8 matrices of f16, transposed: lane i has the address of row i % 8 of matrix i / 8.
 DEVICE void load_transposed(unsigned (&d)[4], const uint4* row) {
@@ -1876,8 +1834,7 @@ DEVICE void load_transposed(unsigned (&d)[4], const uint4* row) {
 // holds spans, 6 numbers each; span_rows of a block <= 64 H_kv / H. Shared memory: totals f32
 // [HD / 8][128][4], two f16 [KEYS][HD].
 // Reads K and V once per block; lane (g, t) holds rows g, g + 8 of a product.
-template <int HD>
-DEVICE void attention_prompt(const Attention& work) {
+template <int HD> DEVICE void attention_prompt(const Attention& work) {
     constexpr int THREADS = 32 * ATTENTION_WARPS, CHUNKS = HD / 8;  // of 16 bytes, of a key
     constexpr int KEYS = HD <= 128 ? 64 : 32, PARTS = PAGE / KEYS, BUFFER = KEYS * CHUNKS;
     constexpr int BLOCK_BYTES = kv_block_bytes(KV_F16, HD);
@@ -1978,8 +1935,7 @@ DEVICE void attention_prompt(const Attention& work) {
                         if ((page + 1) * PAGE > all_see + 1 && at > visible[i]) x = -INFINITY;
                         largest = fmaxf(largest, x);
                     }
-                for (int lanes = 1; lanes < 4; lanes *= 2)
-                    largest = fmaxf(largest, __shfl_xor_sync(ALL_LANES, largest, lanes));
+                largest = warp_max(largest, 4);
                 factor[i] = rescale_factor(m[i], largest);
                 m[i] = largest;
                 base[i] = largest == -INFINITY ? 0.0f : largest;
@@ -2029,10 +1985,7 @@ DEVICE void attention_prompt(const Attention& work) {
     attention_f16_##HD##_prompt(const __grid_constant__ Attention work) {                        \
         attention_prompt<HD>(work);                                                              \
     }
-ATTENTION_PROMPT(64)
-ATTENTION_PROMPT(96)
-ATTENTION_PROMPT(128)
-ATTENTION_PROMPT(256)
+ATTENTION_PROMPT(64) ATTENTION_PROMPT(96) ATTENTION_PROMPT(128) ATTENTION_PROMPT(256)
 
 // Folds the stored segments of each row and head in index order: -> out f16 [rows H / row_heads,
 // stride].
@@ -2057,8 +2010,7 @@ attention_merge(const float* part_values, const float2* part_states, uint4* out,
     const auto fetch = [&](int start) {
         const int64_t at = first + start;
         // Lane i of every warp holds the state of segment i.
-        next_state = start + lane < n_segments ? part_states[at + lane]
-                                               : make_float2(-INFINITY, 0.0f);
+        next_state = start + lane < n_segments ? part_states[at + lane] : float2{-INFINITY, 0.0f};
         for (int i = 0; i < BATCH; i++)
             next[i] = start + i < n_segments ? part_values[(at + i) * value_dim + column] : 0.0f;
     };
@@ -2087,15 +2039,12 @@ attention_merge(const float* part_values, const float2* part_states, uint4* out,
 // Loading: blocks as they lie in a GGUF file -> packed tiles
 // ---------------------------------------------------------------------------------------------
 
-DEVICE float f16_at(const uint8_t* p) {
-    return __half2float(*reinterpret_cast<const __half*>(p));
-}
+DEVICE float f16_at(const uint8_t* p) { return __half2float(*reinterpret_cast<const __half*>(p)); }
 
 __device__ const uint4 PADDING[16] = {};  // a block of zeros
 
 // A row as it lies in the file; padding is all zeros.
-template <int SOURCE>
-struct SourceRow {
+template <int SOURCE> struct SourceRow {
     static constexpr int VALUES = SIZES[SOURCE].block_values, BYTES = SIZES[SOURCE].block_bytes;
     static constexpr bool FLOATS = VALUES == 1;
     const uint8_t* data;
@@ -2480,8 +2429,7 @@ DEVICE uint64_t sample_key(float logit, int id) {
 DEVICE float logit_of_key(uint64_t key) { return float_of_rank(uint32_t(key >> 32)); }
 DEVICE int id_of_key(uint64_t key) { return int(~uint32_t(key)); }
 
-template <class T>
-DEVICE T larger(T a, T b) { return a > b ? a : b; }
+template <class T> DEVICE T larger(T a, T b) { return a > b ? a : b; }
 DEVICE uint64_t plus(uint64_t a, uint64_t b) { return a + b; }
 
 // True in the last of `blocks` blocks to call this: it sees what the others wrote. `arrived` is
@@ -2499,8 +2447,7 @@ __device__ bool last_to_arrive(unsigned& arrived, unsigned blocks) {
 }
 
 // Every thread gets op over the x of its block; op is exact and commutative.
-template <class T, class Op>
-DEVICE T block_all(T x, Op op) {
+template <class T, class Op> DEVICE T block_all(T x, Op op) {
     __shared__ T partial[SAMPLE_WARPS];
     x = warp_all(x, op);
     __syncthreads();                        // an earlier result has been read by all
@@ -2618,8 +2565,7 @@ struct Sampler {
     }
 
     // Calls visit(id, logit[4]) for this thread's tokens, if the row is read by `blocks` blocks.
-    template <class Visit>
-    DEVICE void visit(int block, int blocks, Visit visit) const {
+    template <class Visit> DEVICE void visit(int block, int blocks, Visit visit) const {
         for (int id = 4 * (SAMPLE_THREADS * block + threadIdx.x); id < n_vocab;
              id += 4 * SAMPLE_THREADS * blocks) {
             float l[4];
@@ -2655,8 +2601,7 @@ struct Sampler {
 // their weights relative to it.
 // PRECOND: grid (slices / 4, rows), block SLICE_THREADS; of the others: grid (any, rows), block
 // SAMPLE_THREADS. n_vocab <= 2^20, no two active rows share a slot.
-KERNEL __launch_bounds__(SLICE_THREADS)
-sample_slices(const Sampler s) {
+KERNEL __launch_bounds__(SLICE_THREADS) sample_slices(const Sampler s) {
     follow_predecessor();
     const int slice = (SLICE_THREADS * blockIdx.x + threadIdx.x) / 32;
     const int first = SLICE * slice + 4 * (threadIdx.x % 32);
@@ -2711,8 +2656,7 @@ DEVICE uint64_t top_p_limit(uint32_t top_p, uint64_t kept) {    // ceil(top_p * 
 // Second launch, for rows with top_k or top_p: a bin in which the filters end, with so few tokens
 // that a list can hold them. One histogram of the row tells, but for more equal logits than that
 // and for top_p after a top_k of thousands: there one block goes on with finer bins.
-KERNEL __launch_bounds__(SAMPLE_THREADS, 2)
-sample_cut(const Sampler s) {
+KERNEL __launch_bounds__(SAMPLE_THREADS, 2) sample_cut(const Sampler s) {
     follow_predecessor();
     const SampleRow& row = s.row();
     SampleState& state = s.state();
@@ -2832,8 +2776,7 @@ __device__ uint64_t sample_listed(const Sampler& s, float top) {
 // Last launch. Thread 0 of a block holds the result: of the first, or, if there is noise, of the
 // last to end. Bytes: 4 n_vocab, 12 with adjustments, in each launch that reads the row: in the
 // first, in the second with top_k or top_p, in this one if there is noise.
-KERNEL __launch_bounds__(SAMPLE_THREADS, 2)
-sample(const Sampler s) {
+KERNEL __launch_bounds__(SAMPLE_THREADS, 2) sample(const Sampler s) {
     follow_predecessor();
     const SampleRow& row = s.row();
     const uint64_t top_key = s.state().top;
@@ -2900,7 +2843,6 @@ struct Routing {
 DEVICE void route_row(const Routing& work, int row, float (&scores)[MOST_EXPERTS]) {
     const int lane = threadIdx.x & 31, n_experts = work.n_experts, own = (n_experts + 31) / 32;
     const auto each = [&](auto visit) {  // of the lane's experts
-#pragma unroll
         for (int i = 0; i < LANE_EXPERTS; i++) {
             if (i >= own) break;
             visit(i, own * lane + i);
@@ -3039,8 +2981,7 @@ struct LinearExperts {
 };
 
 // Calls body(Is<FORMAT>, product, place, rows) for the item blockIdx.y, if it has tokens.
-template <int TOKENS, typename Body>
-DEVICE void with_item(const LinearExperts& work, Body body) {
+template <int TOKENS, typename Body> DEVICE void with_item(const LinearExperts& work, Body body) {
     Product product = work.linear.product;
     const int head = blockIdx.y % work.heads, token = blockIdx.y / work.heads * TOKENS;
     int4 item = {head, token * work.heads + head, min(TOKENS, product.rows / work.heads - token),
@@ -3075,8 +3016,7 @@ linear_experts_8(const __grid_constant__ LinearExperts work) {
 
 // The same with items of <= 32 tokens, and 128 columns a block: x comes from L2 for each of them.
 // PRECOND: grid (sum of blocks, items), 256 threads.
-KERNEL __launch_bounds__(256, 3)
-linear_experts_some(const __grid_constant__ LinearExperts work) {
+KERNEL __launch_bounds__(256, 3) linear_experts_some(const __grid_constant__ LinearExperts work) {
     extern __shared__ __align__(128) uint8_t shared[];
     wait_for_predecessor();
     with_item<32>(work, [&](auto format, const Product& product, const Place& place, auto rows) {
@@ -3233,8 +3173,7 @@ DEVICE void enter_state(float (&s)[DELTA_VALUES], const float (&k)[DELTA_VALUES]
 // S is in registers; it is read once and stored at most once. The last span comes first: prompts
 // stand there, and take longest. State and records are those of earlier steps: they are on their
 // way before the wait.
-template <bool PROMPT>
-DEVICE void delta_rule(const DeltaNet& work) {
+template <bool PROMPT> DEVICE void delta_rule(const DeltaNet& work) {
     let_successor_start();
     constexpr int AHEAD = PROMPT ? 16 : 8;  // tokens that wait in shared memory, twice
     __shared__ __align__(16) DeltaToken ring[2][AHEAD];
@@ -3350,13 +3289,9 @@ DEVICE void delta_rule(const DeltaNet& work) {
     }
 }
 KERNEL __launch_bounds__(32 * DELTA_WARPS, 7)
-    delta_rule_decode(const __grid_constant__ DeltaNet work) {
-    delta_rule<false>(work);
-}
+delta_rule_decode(const __grid_constant__ DeltaNet work) { delta_rule<false>(work); }
 KERNEL __launch_bounds__(32 * DELTA_WARPS, 4)
-    delta_rule_prompt(const __grid_constant__ DeltaNet work) {
-    delta_rule<true>(work);
-}
+delta_rule_prompt(const __grid_constant__ DeltaNet work) { delta_rule<true>(work); }
 
 // x[r] = rmsnorm of each head of o, times norm and silu(z): o f32 [rows, cols], z in rows of u that
 // are u_stride long -> x f16 [rows, stride], scale.

@@ -18,8 +18,8 @@ ROOT = Path(__file__).resolve().parent.parent
 # The core is what an afternoon covers. Of kernels.cu it holds what stands above this ruler.
 CORE = "model.py", "reference.py", "device.py", "kv.py", "leone.py", "kernels.cu"
 END_OF_CORE = "// ==== beyond the core"
-CORE_LIMIT, TOTAL_LIMIT, FILE_LIMIT, LINE_LIMIT = 3930, 8720, 800, 100
-FILE_LIMITS = {"kernels.cu": 2450}
+CORE_LIMIT, TOTAL_LIMIT, FILE_LIMIT, LINE_LIMIT = 4230, 9110, 800, 100
+FILE_LIMITS = {"kernels.cu": 2700}
 
 COUNTED = ".py", ".cu", ".html"
 LINE_LIMITED = (*COUNTED, ".css", ".js", ".sh", "Makefile", "run")

@@ -537,9 +537,8 @@ class Binder:
 
     def dense(self, norm, width, kind="", *count, share=1.0):
         """A gated network, or `count` of experts, behind an RMSNorm with the weights `norm`."""
-        parts = {f"ffn_gate{kind}": width, f"ffn_up{kind}": width}
-        for name in f"ffn_gate_up{kind}", f"ffn_up{kind}":
-            parts = self.fused(name, parts)
+        both = f"ffn_gate_up{kind}" if count else f"ffn_up{kind}"
+        parts = self.fused(both, {f"ffn_gate{kind}": width, f"ffn_up{kind}": width})
         gate_up = self.weights(parts, *count, self.cfg.n_embd)
         down = self.weights({f"ffn_down{kind}": self.cfg.n_embd}, *count, width)
         self.reads += [(tensor, share) for tensor in gate_up + down]

@@ -435,8 +435,8 @@ struct OwnRows {
 };
 
 // Stores what a lane has of tiles of 16 weight rows x 8 tokens, as the tensor core leaves it: sums
-// of `row` and row + 8 of each tile, for `token` and token + 1 of each. Few warps run this, once:
-// two paths without branches are faster than one with both.
+// of `row` and row + 8 of each tile, for `token` and token + 1 of each. Few warps run this, once,
+// so both kinds of result have a path without branches in it.
 template <int ROW_TILES, int TOKEN_TILES, typename Rows>
 DEVICE void store_totals(const Product& product, const Place& place, const Rows& rows, int row,
                          int token, const float (&total)[ROW_TILES][TOKEN_TILES][4]) {
